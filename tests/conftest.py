@@ -1,0 +1,99 @@
+"""Shared test set-up: markers, devices, seeds, poisoned allocations, the hypothesis profile.
+
+Helpers that tests import by name live beside this file: `reference` (the unfused computation) and
+`compare` (the accuracy rule).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# cuBLAS asks for this before its first call when deterministic algorithms are on (see `poison`).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+try:
+    import hypothesis
+except ImportError:  # the property tests skip themselves, everything else still runs
+    hypothesis = None
+
+MARKERS = {
+    "gpu": "needs a CUDA device of compute capability 8.0 or newer",
+    "sm90": "needs a CUDA device of compute capability 9.x",
+    "slow": "takes more than a few seconds",
+    "no_poison": "runs without NaN-filled torch.empty",
+}
+
+if hypothesis is not None:
+    # "repo" tries the same examples every time; "search" looks for new ones.
+    hypothesis.settings.register_profile(
+        "repo",
+        deadline=None,
+        derandomize=True,
+        max_examples=30,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repo"))
+
+
+def pytest_configure(config):
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def missing_gpu(markers):
+    """The reason a test with these marker names cannot run here, or None."""
+    if not markers & {"gpu", "sm90"}:
+        return None
+    if not torch.cuda.is_available():
+        return "needs a CUDA device and torch sees none"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
+    if "sm90" in markers and major != 9:
+        return f"needs compute capability 9.x, this device has {major}.{minor}"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        reason = missing_gpu({marker.name for marker in item.iter_markers()})
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Runs the test on the CPU path and, where there is a GPU, on the CUDA path."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test starts from the same state of torch's generators."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poison(request):
+    """Fills every torch.empty with NaN (integers: the largest value), on every device.
+
+    Memory that a kernel forgets to write, or reads without having written it, then shows up as NaN.
+    torch fills only while deterministic algorithms are on; `warn_only` keeps the reference free to
+    use operations that have no deterministic form.
+    """
+    if request.node.get_closest_marker("no_poison"):
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    before_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before_fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before_fill
+    torch.use_deterministic_algorithms(before, warn_only=before_warn_only)
