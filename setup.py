@@ -1,0 +1,143 @@
+"""Drives CMake; everything about the package itself is in pyproject.toml.
+
+`CMakeLists.txt` describes the native build. This file decides for whom (which Python and torch),
+for which GPUs and with how many jobs, and keeps one build folder per combination under build/, so
+that a rebuild compiles only what changed. torch is located, not imported.
+
+Environment:
+    MAX_JOBS                      compilers at once (default: from cores and free memory)
+    FLASHATTN_EXT_CUDA_ARCHS      such as "8.0;9.0" (default: TORCH_CUDA_ARCH_LIST, then the GPU
+                                  that is visible, then both)
+    FLASHATTN_EXT_SKIP_CUDA=1     build the CPU path only
+    FLASHATTN_EXT_STRICT=1        spills above the allowance stop the build
+    FLASHATTN_EXT_PYTHON          build for this interpreter and its torch instead
+    FLASHATTN_EXT_TORCH_DIR       torch's folder, where that interpreter does not find it
+    CUDA_HOME, CXX, CMAKE_ARGS    as everywhere
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHS = "8.0;9.0"
+JOB_BYTES = 2 << 30  # one compiler at work: g++ on torch's headers peaks near 1.5 GB
+
+NO_TORCH = (
+    "flashattn_ext is built against the torch it will run with, and this build sees none. Install "
+    "torch first, then run: pip install --no-build-isolation ."
+)
+NO_COMPILER = (
+    "flashattn_ext needs a C++20 compiler and found none: install g++ 11 or newer (Debian and "
+    "Ubuntu: the package g++), or set CXX to yours."
+)
+
+
+def python_facts() -> dict[str, str]:
+    """What `cmake/python_facts.py` says about the interpreter to build for."""
+    python = os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable)
+    command = [python, str(ROOT / "cmake" / "python_facts.py")]
+    if torch_folder := os.environ.get("FLASHATTN_EXT_TORCH_DIR"):
+        command.append(torch_folder)
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def pypi_tool(name: str, folder: str) -> str:
+    """Path of cmake or ninja from its PyPI package: a distribution's own may be too old."""
+    try:
+        return str(Path(getattr(importlib.import_module(name), folder)) / name)
+    except ImportError:
+        sys.exit(f"flashattn_ext builds with {name} from PyPI: pip install 'cmake>=3.26' ninja")
+
+
+def cuda_archs() -> str:
+    """Compute capabilities to build for, as CMake's list."""
+    for variable in ("FLASHATTN_EXT_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
+        if value := os.environ.get(variable):
+            return ";".join(re.split(r"[;,\s]+", value.replace("+PTX", "").strip()))
+    if nvidia_smi := shutil.which("nvidia-smi"):
+        query = [nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True)
+        if archs := sorted(set(re.findall(r"^\d+\.\d$", answer.stdout, re.MULTILINE))):
+            return ";".join(archs)
+    return DEFAULT_ARCHS
+
+
+def free_bytes() -> int:
+    """Memory that may be used: the machine's, or what the container's limit leaves."""
+    free = sys.maxsize
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) << 10
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())  # the word "max" when unlimited
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, TypeError, ValueError):
+        return free
+
+
+def max_jobs() -> int:
+    if jobs := os.environ.get("MAX_JOBS"):
+        return max(1, int(jobs))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, free_bytes() // JOB_BYTES))
+
+
+class CMakeBuild(build_ext):
+    """Builds `flashattn_ext._C` in build/<python>-torch<version>-<cuda or cpu>/."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Named for the interpreter built for, which need not be the running one."""
+        return str(Path(*fullname.split("."))) + python_facts()["ext_suffix"]
+
+    def build_extension(self, ext: Extension) -> None:
+        facts = python_facts()
+        if not facts["torch"]:
+            sys.exit(NO_TORCH)
+        if not shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]):
+            sys.exit(NO_COMPILER)
+        skip_cuda = os.environ.get("FLASHATTN_EXT_SKIP_CUDA", "0") not in ("", "0")
+        strict = os.environ.get("FLASHATTN_EXT_STRICT", "0") not in ("", "0")
+        cuda = facts["torch_cuda"] and not skip_cuda
+        target = f"cu{facts['torch_cuda']}" if cuda else "cpu"
+        version = facts["torch_version"].partition("+")[0]
+        folder = ROOT / "build" / f"{facts['python']}-torch{version}-{target}"
+
+        cmake = pypi_tool("cmake", "CMAKE_BIN_DIR")
+        configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
+        configure += [
+            f"-DCMAKE_MAKE_PROGRAM={pypi_tool('ninja', 'BIN_DIR')}",
+            f"-DFLASHATTN_EXT_PYTHON={os.environ.get('FLASHATTN_EXT_PYTHON', sys.executable)}",
+            f"-DFLASHATTN_EXT_TORCH_DIR={os.environ.get('FLASHATTN_EXT_TORCH_DIR', '')}",
+            f"-DFLASHATTN_EXT_CUDA_ARCHS={cuda_archs()}",
+            f"-DFLASHATTN_EXT_SKIP_CUDA={'ON' if skip_cuda else 'OFF'}",
+            f"-DFLASHATTN_EXT_STRICT={'ON' if strict else 'OFF'}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        jobs = max_jobs()
+        print(f"flashattn_ext: building in {folder} with {jobs} jobs", flush=True)
+        for command in (configure, [cmake, "--build", str(folder), "--parallel", str(jobs)]):
+            if code := subprocess.call(command):
+                sys.exit(f"flashattn_ext: the native build failed ({code}); its output is above.")
+
+        module = folder / self.get_ext_filename(ext.name)
+        target_path = Path(self.get_ext_fullpath(ext.name))
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(module, target_path)
+
+
+setup(
+    ext_modules=[Extension("flashattn_ext._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

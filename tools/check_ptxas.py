@@ -1,0 +1,120 @@
+"""Checks what ptxas said about every kernel of a build: spills, and C75xx notes.
+
+    python tools/check_ptxas.py build/NAME [--strict] [--table]
+
+Spill bytes above `tools/ptxas_allowance.txt` and notes that ptxas serialised a wgmma pipeline
+(C7508, C7510 ... C7519) are warnings; with --strict (CI) they are errors. --table prints every
+kernel's registers, shared memory and spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ALLOWANCE = Path(__file__).with_name("ptxas_allowance.txt")
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(sm_\w+)'")
+SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+STATIC_SMEM = re.compile(r"(\d+) bytes smem")
+NOTE = re.compile(r"\bC75\d\d\b")
+
+
+@dataclass
+class Kernel:
+    """One kernel on one arch, as ptxas reported it."""
+
+    name: str
+    arch: str
+    spill_bytes: int = 0
+    registers: int = 0
+    smem_bytes: int = 0
+
+
+def parse_log(text: str) -> tuple[list[Kernel], list[str]]:
+    """The kernels of one ptxas log, and its C75xx notes."""
+    kernels: list[Kernel] = []
+    for line in text.splitlines():
+        if entry := ENTRY.search(line):
+            kernels.append(Kernel(entry[1], entry[2]))
+        elif kernels and (spill := SPILL.search(line)):
+            kernels[-1].spill_bytes += int(spill[1]) + int(spill[2])
+        elif kernels and (used := USED.search(line)):
+            kernels[-1].registers = int(used[1])
+            if smem := STATIC_SMEM.search(line):
+                kernels[-1].smem_bytes = int(smem[1])
+    return kernels, [line.strip() for line in text.splitlines() if NOTE.search(line)]
+
+
+def demangle(kernels: list[Kernel]) -> None:
+    """Readable names, where binutils' c++filt is there."""
+    if kernels and shutil.which("c++filt"):
+        names = "\n".join(kernel.name for kernel in kernels)
+        result = subprocess.run(["c++filt"], input=names, capture_output=True, text=True)
+        for kernel, name in zip(kernels, result.stdout.splitlines()):
+            kernel.name = name.removeprefix("void ").partition("(")[0]
+
+
+def read_allowance(text: str) -> list[tuple[re.Pattern[str], str, int]]:
+    """Rows (kernel pattern, arch, bytes); format in the file's own header."""
+    rows = []
+    for line in text.splitlines():
+        fields = line.partition("#")[0].split()
+        if fields:
+            spill_bytes, arch, pattern = int(fields[0]), fields[1], " ".join(fields[2:])
+            rows.append((re.compile(pattern), arch, spill_bytes))
+    return rows
+
+
+def allowed_bytes(kernel: Kernel, allowance: list[tuple[re.Pattern[str], str, int]]) -> int:
+    """The largest allowance of the rows that name this kernel; 0 when none does."""
+    rows = (
+        spill_bytes
+        for pattern, arch, spill_bytes in allowance
+        if arch in ("*", kernel.arch) and pattern.search(kernel.name)
+    )
+    return max(rows, default=0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=Path, help="build folder that holds *.ptxas.log files")
+    parser.add_argument("--strict", action="store_true", help="exit 1 on any finding")
+    parser.add_argument("--table", action="store_true", help="print every kernel")
+    arguments = parser.parse_args()
+
+    # A log without its object belongs to a source file that is gone.
+    logs = sorted(arguments.build.rglob("*.ptxas.log"))
+    logs = [log for log in logs if Path(str(log).removesuffix(".ptxas.log")).is_file()]
+    kernels: list[Kernel] = []
+    findings: list[str] = []
+    for log in logs:
+        found, notes = parse_log(log.read_text())
+        kernels += found
+        findings += notes
+    demangle(kernels)
+    allowance = read_allowance(ALLOWANCE.read_text())
+    for kernel in kernels:
+        if kernel.spill_bytes > (allowed := allowed_bytes(kernel, allowance)):
+            findings.append(
+                f"{kernel.name} ({kernel.arch}) spills {kernel.spill_bytes} bytes, allowed {allowed}"
+            )
+    if arguments.table:
+        for kernel in sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch)):
+            print(
+                f"{kernel.arch:8} {kernel.registers:4} registers {kernel.smem_bytes:7} B smem "
+                f"{kernel.spill_bytes:5} B spilled  {kernel.name}"
+            )
+    for finding in findings:
+        print(f"{'error' if arguments.strict else 'warning'}: {finding}", file=sys.stderr)
+    print(f"ptxas: {len(kernels)} kernels in {len(logs)} files, {len(findings)} findings")
+    return 1 if findings and arguments.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
