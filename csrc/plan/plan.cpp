@@ -1,0 +1,101 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+
+namespace flashattn_ext {
+namespace {
+
+Reason choose(const Family& family, const Problem& problem, const DeviceInfo& device, Plan& plan) {
+  if (family.on_cuda && !device.is_cuda) {
+    return {"it runs on CUDA tensors and these are on the CPU"};
+  }
+  if (!family.on_cuda && device.is_cuda) {
+    return {"it runs on CPU tensors and these are on a CUDA device"};
+  }
+  return family.choose(problem, device, plan);
+}
+
+}  // namespace
+
+const std::vector<const Family*>& families() {
+  static const std::vector<const Family*> list = {&kSm80Family, &kSpecFamily};
+  return list;
+}
+
+const Family* find_family(std::string_view name) {
+  for (const Family* family : families()) {
+    if (name == family->name) return family;
+  }
+  return nullptr;
+}
+
+std::string family_names() {
+  std::string names;
+  for (const Family* family : families()) {
+    names += (names.empty() ? "" : ", ") + std::string(family->name);
+  }
+  return names;
+}
+
+Reason reject(const Family& family, const Problem& problem, const DeviceInfo& device) {
+  Plan unused;
+  return choose(family, problem, device, unused);
+}
+
+Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced) {
+  for (const Family* family : families()) {
+    if (!forced.empty() && forced != family->name) continue;
+    Plan plan;
+    if (choose(*family, problem, device, plan)) continue;
+    plan.family = family;
+    plan.window = canonical_window(problem);
+    plan.empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0 ||
+                 problem.total_q == 0 || problem.total_k == 0 || problem.num_heads_q == 0;
+    return plan;
+  }
+  return {};
+}
+
+std::string error_sentence(const Problem& problem, const DeviceInfo& device,
+                           std::string_view forced) {
+  if (!forced.empty()) {
+    const Family* family = find_family(forced);
+    const std::string name = "plan='" + std::string(forced) + "'";
+    if (family == nullptr) {
+      return name + " names no kernel family; there are " + family_names();
+    }
+    return name + " does not run this call: " + reject(*family, problem, device).str();
+  }
+  std::string sentence = "no kernel runs this call.";
+  for (const Family* family : families()) {
+    if (family->on_cuda != device.is_cuda) continue;
+    sentence += " " + std::string(family->name) + ": " + reject(*family, problem, device).str();
+  }
+  return sentence;
+}
+
+Window canonical_window(const Problem& problem) {
+  // r = j - (i + off) lies in [-last_left, last_right] over all (i, j), whatever the lengths below
+  // seqlen_q and seqlen_k are: off is seqlen_k - seqlen_q, or 0 when aligned top-left.
+  const int64_t last_left = (problem.top_left ? problem.seqlen_q : problem.seqlen_k) - 1;
+  const int64_t last_right = (problem.top_left ? problem.seqlen_k : problem.seqlen_q) - 1;
+
+  int64_t left = problem.window_left < 0 ? kUnlimited : problem.window_left;
+  int64_t right = problem.window_right < 0 ? kUnlimited : problem.window_right;
+  if (problem.causal) right = std::min<int64_t>(right, 0);
+
+  Window window;
+  window.left = left >= last_left ? kUnlimited : static_cast<int32_t>(left);
+  window.right = right >= last_right ? kUnlimited : static_cast<int32_t>(right);
+  return window;
+}
+
+int64_t delta_bytes(const Problem& problem) {
+  return static_cast<int64_t>(sizeof(float)) * problem.num_heads_q * problem.total_q;
+}
+
+int64_t grid_blocks(const Problem& problem, int64_t seqlen, int64_t num_heads, int32_t block_rows) {
+  return (seqlen + block_rows - 1) / block_rows * problem.batch * num_heads;
+}
+
+}  // namespace flashattn_ext
