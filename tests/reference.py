@@ -72,6 +72,7 @@ def attention(
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
     visible, r = visible_pairs(seqlen_q, seqlen_k, causal, window_size, q.device)
+    dtype = s.dtype
     if bias is not None:
         s = s + bias
     if alibi_slopes is not None:
@@ -80,6 +81,8 @@ def attention(
     if rel_bias is not None:
         reach = rel_bias.shape[1] // 2
         s = s + rel_bias[:, reach + r.clamp(-reach, reach)]
+    # fp32 options widened the scores: back to q's type, without turning a huge bias into -inf.
+    s = torch.where(s == -math.inf, s, s.clamp(min=torch.finfo(dtype).min)).to(dtype)
     if mask is not None:
         visible = visible & mask
     if block_mask is not None:
