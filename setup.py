@@ -44,6 +44,10 @@ NO_COMPILER = (
 )
 
 
+def environment_flag(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
 def python_facts() -> dict[str, str]:
     """What `cmake/python_facts.py` says about the interpreter to build for."""
     python = os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable)
@@ -51,6 +55,12 @@ def python_facts() -> dict[str, str]:
     if torch_folder := os.environ.get("FLASHATTN_EXT_TORCH_DIR"):
         command.append(torch_folder)
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def build_folder(facts: dict[str, str]) -> Path:
+    cuda = "" if environment_flag("FLASHATTN_EXT_SKIP_CUDA") else facts["torch_cuda"]
+    version = facts["torch_version"].partition("+")[0]
+    return ROOT / "build" / f"{facts['python']}-torch{version}-{f'cu{cuda}' if cuda else 'cpu'}"
 
 
 def pypi_tool(name: str, folder: str) -> str:
@@ -97,44 +107,46 @@ def max_jobs() -> int:
 class CMakeBuild(build_ext):
     """Builds `flashattn_ext._C` in build/<python>-torch<version>-<cuda or cpu>/."""
 
+    def finalize_options(self) -> None:
+        self.facts = python_facts()
+        super().finalize_options()
+        if "FLASHATTN_EXT_PYTHON" in os.environ:
+            # Another Python's module stays out of build/lib*, whose content goes into wheels.
+            self.build_lib = str(build_folder(self.facts))
+
     def get_ext_filename(self, fullname: str) -> str:
         """Named for the interpreter built for, which need not be the running one."""
-        return str(Path(*fullname.split("."))) + python_facts()["ext_suffix"]
+        return str(Path(*fullname.split("."))) + self.facts["ext_suffix"]
 
     def build_extension(self, ext: Extension) -> None:
-        facts = python_facts()
-        if not facts["torch"]:
+        if not self.facts["torch"]:
             sys.exit(NO_TORCH)
         if not shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]):
             sys.exit(NO_COMPILER)
-        skip_cuda = os.environ.get("FLASHATTN_EXT_SKIP_CUDA", "0") not in ("", "0")
-        strict = os.environ.get("FLASHATTN_EXT_STRICT", "0") not in ("", "0")
-        cuda = facts["torch_cuda"] and not skip_cuda
-        target = f"cu{facts['torch_cuda']}" if cuda else "cpu"
-        version = facts["torch_version"].partition("+")[0]
-        folder = ROOT / "build" / f"{facts['python']}-torch{version}-{target}"
-
+        folder = build_folder(self.facts)
+        options = {
+            "CMAKE_MAKE_PROGRAM": pypi_tool("ninja", "BIN_DIR"),
+            "FLASHATTN_EXT_PYTHON": os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable),
+            "FLASHATTN_EXT_TORCH_DIR": os.environ.get("FLASHATTN_EXT_TORCH_DIR", ""),
+            "FLASHATTN_EXT_CUDA_ARCHS": cuda_archs(),
+            "FLASHATTN_EXT_SKIP_CUDA": environment_flag("FLASHATTN_EXT_SKIP_CUDA"),
+            "FLASHATTN_EXT_STRICT": environment_flag("FLASHATTN_EXT_STRICT"),
+        }
         cmake = pypi_tool("cmake", "CMAKE_BIN_DIR")
         configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
-        configure += [
-            f"-DCMAKE_MAKE_PROGRAM={pypi_tool('ninja', 'BIN_DIR')}",
-            f"-DFLASHATTN_EXT_PYTHON={os.environ.get('FLASHATTN_EXT_PYTHON', sys.executable)}",
-            f"-DFLASHATTN_EXT_TORCH_DIR={os.environ.get('FLASHATTN_EXT_TORCH_DIR', '')}",
-            f"-DFLASHATTN_EXT_CUDA_ARCHS={cuda_archs()}",
-            f"-DFLASHATTN_EXT_SKIP_CUDA={'ON' if skip_cuda else 'OFF'}",
-            f"-DFLASHATTN_EXT_STRICT={'ON' if strict else 'OFF'}",
-            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
-        ]
+        configure += [f"-D{name}={value}" for name, value in options.items()]
+        configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         jobs = max_jobs()
         print(f"flashattn_ext: building in {folder} with {jobs} jobs", flush=True)
         for command in (configure, [cmake, "--build", str(folder), "--parallel", str(jobs)]):
             if code := subprocess.call(command):
                 sys.exit(f"flashattn_ext: the native build failed ({code}); its output is above.")
 
-        module = folder / self.get_ext_filename(ext.name)
-        target_path = Path(self.get_ext_fullpath(ext.name))
-        target_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(module, target_path)
+        built = folder / self.get_ext_filename(ext.name)
+        wanted = Path(self.get_ext_fullpath(ext.name))
+        if built != wanted:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built, wanted)
 
 
 setup(

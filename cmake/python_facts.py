@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def find_torch(folder: str | None = None) -> Path | None:
-    """The folder of the torch package: `folder` when given, else where `import torch` would look."""
+    """The torch package's folder: `folder` when given, else where `import torch` would look."""
     if folder:
         return Path(folder) if (Path(folder) / "version.py").is_file() else None
     spec = importlib.util.find_spec("torch")

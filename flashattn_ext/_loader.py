@@ -45,7 +45,9 @@ def mismatch(stamp: dict[str, str], torch_version: str, torch_cuda: str | None) 
     if minor(stamp["torch"]) != minor(torch_version):
         return f"was built for torch {minor(stamp['torch'])}.x and found torch {torch_version}"
     if stamp["cuda"] and not torch_cuda:
-        return f"was built for CUDA {stamp['cuda']} and found torch {torch_version}, a CPU-only build"
+        return (
+            f"was built for CUDA {stamp['cuda']} and found torch {torch_version}, a CPU-only build"
+        )
     if stamp["cuda"] and stamp["cuda"].split(".")[0] != (torch_cuda or "").split(".")[0]:
         return f"was built for CUDA {stamp['cuda']} and found a torch for CUDA {torch_cuda}"
     return ""

@@ -101,9 +101,8 @@ def main() -> int:
     allowance = read_allowance(ALLOWANCE.read_text())
     for kernel in kernels:
         if kernel.spill_bytes > (allowed := allowed_bytes(kernel, allowance)):
-            findings.append(
-                f"{kernel.name} ({kernel.arch}) spills {kernel.spill_bytes} bytes, allowed {allowed}"
-            )
+            spilled = f"spills {kernel.spill_bytes} bytes, allowed {allowed}"
+            findings.append(f"{kernel.name} ({kernel.arch}) {spilled}")
     if arguments.table:
         for kernel in sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch)):
             print(
