@@ -35,8 +35,8 @@ Explanation explain(const Problem& problem, const DeviceInfo& device, std::strin
   if (plan.copy_dout) explanation.copies.push_back("dout");
   explanation.workspace_bytes = plan.workspace_bytes;
   if (plan.workspace_bytes > 0) {
-    explanation.workspace_formula = problem.varlen ? "4 * num_heads_q * total_q"
-                                                   : "4 * num_heads_q * batch * seqlen_q";
+    explanation.workspace_formula =
+        problem.varlen ? "4 * num_heads_q * total_q" : "4 * num_heads_q * batch * seqlen_q";
   }
   return explanation;
 }

@@ -57,11 +57,16 @@ bool needs_copy(const Layout& layout) {
 
 const char* name_of(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::kFloat16: return "float16";
-    case ScalarType::kBFloat16: return "bfloat16";
-    case ScalarType::kFloat32: return "float32";
-    case ScalarType::kFloat64: return "float64";
-    case ScalarType::kOther: break;
+    case ScalarType::kFloat16:
+      return "float16";
+    case ScalarType::kBFloat16:
+      return "bfloat16";
+    case ScalarType::kFloat32:
+      return "float32";
+    case ScalarType::kFloat64:
+      return "float64";
+    case ScalarType::kOther:
+      break;
   }
   return "another dtype";
 }
@@ -71,14 +76,20 @@ Reason reject_options(uint32_t options) {
     uint32_t bit;
     const char* name;
   } kNames[] = {
-      {kBias, "bias"},          {kKeyBias, "key_bias"},      {kMask, "mask"},
-      {kRelBias, "rel_bias"},   {kAlibiSlopes, "alibi_slopes"}, {kSink, "sink"},
-      {kBlockMask, "block_mask"}, {kDropout, "dropout_p"},
+      {kBias, "bias"},
+      {kKeyBias, "key_bias"},
+      {kMask, "mask"},
+      {kRelBias, "rel_bias"},
+      {kAlibiSlopes, "alibi_slopes"},
+      {kSink, "sink"},
+      {kBlockMask, "block_mask"},
+      {kDropout, "dropout_p"},
   };
   for (const auto& option : kNames) {
     if ((options & option.bit) != 0) {
-      return {.text = "{name} is not in the CUDA kernels; it works on CPU tensors: move the call "
-                      "there or leave {name} out",
+      return {.text =
+                  "{name} is not in the CUDA kernels; it works on CPU tensors: move the call "
+                  "there or leave {name} out",
               .name = option.name};
     }
   }
@@ -143,8 +154,9 @@ Reason reject_grid(int64_t blocks) {
 Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   if (Reason reason = reject_device(device)) return reason;
   if (problem.dtype != ScalarType::kFloat16 && problem.dtype != ScalarType::kBFloat16) {
-    return {.text = "it takes float16 and bfloat16 and q is {name}; cast q, k and v, or call under "
-                    "torch.autocast('cuda')",
+    return {.text =
+                "it takes float16 and bfloat16 and q is {name}; cast q, k and v, or call under "
+                "torch.autocast('cuda')",
             .name = name_of(problem.dtype)};
   }
   if (Reason reason = reject_head_dim(
@@ -169,43 +181,42 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   plan.copy_v = needs_copy(problem.v);
   if (problem.op == Op::kForward) {
     plan.fwd_tile = pick_tile(sm80::kFwdTiles, head_dim, smem);
-    return reject_grid(grid_blocks(problem, problem.seqlen_q, problem.num_heads_q,
-                                   plan.fwd_tile->block_m));
+    return reject_grid(
+        grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.fwd_tile->block_m));
   }
   plan.copy_dout = needs_copy(problem.dout);
   plan.workspace_bytes = delta_bytes(problem);
   plan.bwd_dq_tile = pick_tile(sm80::kBwdDqTiles, head_dim, smem);
   plan.bwd_dkv_tile = pick_tile(sm80::kBwdDkvTiles, head_dim, smem);
-  const int64_t dq_blocks = grid_blocks(problem, problem.seqlen_q, problem.num_heads_q,
-                                        plan.bwd_dq_tile->block_m);
-  const int64_t dkv_blocks = grid_blocks(problem, problem.seqlen_k, problem.num_heads_k,
-                                         plan.bwd_dkv_tile->block_n);
+  const int64_t dq_blocks =
+      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.bwd_dq_tile->block_m);
+  const int64_t dkv_blocks =
+      grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n);
   return reject_grid(std::max(dq_blocks, dkv_blocks));
 }
 
 template <class Tile>
 KernelReport report(const char* name, const Tile& tile, int64_t grid) {
-  return {name,           grid,        tile.block_m,     tile.block_n,
-          tile.num_warps, tile.stages, tile.smem_bytes()};
+  return {name, grid, tile.block_m, tile.block_n, tile.num_warps, tile.stages, tile.smem_bytes()};
 }
 
 // In launch order, as csrc/binding/cuda.cpp launches them.
 std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
   std::vector<KernelReport> list;
   if (plan.fwd_tile != nullptr) {
-    list.push_back(report("flash_fwd_sm80_kernel", *plan.fwd_tile,
-                             grid_blocks(problem, problem.seqlen_q, problem.num_heads_q,
-                                         plan.fwd_tile->block_m)));
+    list.push_back(report(
+        "flash_fwd_sm80_kernel", *plan.fwd_tile,
+        grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.fwd_tile->block_m)));
     if (problem.varlen) list.push_back({.name = "flash_fwd_fill_unowned_kernel"});
     return list;
   }
   list.push_back({.name = "flash_bwd_delta_kernel"});
-  list.push_back(report("flash_bwd_dq_sm80_kernel", *plan.bwd_dq_tile,
-                           grid_blocks(problem, problem.seqlen_q, problem.num_heads_q,
-                                       plan.bwd_dq_tile->block_m)));
-  list.push_back(report("flash_bwd_dkv_sm80_kernel", *plan.bwd_dkv_tile,
-                           grid_blocks(problem, problem.seqlen_k, problem.num_heads_k,
-                                       plan.bwd_dkv_tile->block_n)));
+  list.push_back(report(
+      "flash_bwd_dq_sm80_kernel", *plan.bwd_dq_tile,
+      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.bwd_dq_tile->block_m)));
+  list.push_back(report(
+      "flash_bwd_dkv_sm80_kernel", *plan.bwd_dkv_tile,
+      grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n)));
   if (problem.varlen) list.push_back({.name = "flash_bwd_fill_unowned_kernel"});
   return list;
 }

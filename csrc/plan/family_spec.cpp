@@ -1,4 +1,5 @@
-// The executable specification, flashattn_ext/spec.py: every option in any floating dtype, on the CPU.
+// The executable specification, flashattn_ext/spec.py: every option in any floating dtype, on the
+// CPU.
 #include "plan/plan.h"
 
 namespace flashattn_ext {
