@@ -78,8 +78,10 @@ struct BwdParams : FwdParams {
   void* dv = nullptr;  // shape of v
   Strides dq_strides, dk_strides, dv_strides;
 
-  // Workspace of this launch: delta = rowsum(dout * out) - dlse, fp32, laid out like lse.
-  float* delta = nullptr;
+  // Workspaces of this launch, both fp32 and laid out like lse (same strides), written by
+  // smxx::run_bwd_delta and read by the two main kernels.
+  float* delta = nullptr;     // rowsum(dout * out) - dlse
+  float* lse_log2 = nullptr;  // lse * log2(e); +inf for a row that sees no key, so that P = 0
 };
 
 }  // namespace flashattn_ext

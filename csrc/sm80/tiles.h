@@ -16,14 +16,23 @@ inline constexpr int32_t kSmem99 = 99 * 1024;
 // A problem runs in the smallest bucket that holds max(head_dim, head_dim_v).
 inline constexpr int32_t kHeadDimBuckets[] = {32, 64, 96, 128, 192, 256};
 
-struct FwdTile {
+struct TileShape {
   int32_t bucket;          // head-dim bucket
   int32_t min_smem_bytes;  // offered to devices with at least this much shared memory per block
-  int32_t block_m;         // Br: query rows per CTA
-  int32_t block_n;         // Bc: keys per step
+  int32_t block_m;         // Br: query rows
+  int32_t block_n;         // Bc: keys
   int32_t num_warps;
-  int32_t stages;  // K/V tiles in flight: 1 (two barriers per step) or 2 (one barrier per step)
+  int32_t stages;  // streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step)
 
+  constexpr bool operator==(const TileShape& other) const {
+    return bucket == other.bucket && min_smem_bytes == other.min_smem_bytes &&
+           block_m == other.block_m && block_n == other.block_n &&
+           num_warps == other.num_warps && stages == other.stages;
+  }
+};
+
+// Forward: one CTA per (query block, head), looping over key blocks.
+struct FwdTile : TileShape {
   // Q, then `stages` tiles each of K and V.
   constexpr int32_t smem_bytes() const {
     return 2 * bucket * (block_m + 2 * stages * block_n);
@@ -40,14 +49,7 @@ inline constexpr FwdTile kFwdTiles[] = {
 };
 
 // dQ kernel: one CTA per (query block, head), looping over key blocks.
-struct BwdDqTile {
-  int32_t bucket;
-  int32_t min_smem_bytes;
-  int32_t block_m;  // query rows per CTA
-  int32_t block_n;  // keys per step
-  int32_t num_warps;
-  int32_t stages;  // K/V tiles in flight
-
+struct BwdDqTile : TileShape {
   // Q and dO, then `stages` tiles each of K and V.
   constexpr int32_t smem_bytes() const {
     return 2 * bucket * (2 * block_m + 2 * stages * block_n);
@@ -65,14 +67,7 @@ inline constexpr BwdDqTile kBwdDqTiles[] = {
 
 // dK/dV kernel: one CTA per (key block, KV head), looping over the group's query heads and blocks.
 // Half of the warps form P and dV, the other half dS and dK (`bwd_dkv_kernel.cuh`).
-struct BwdDkvTile {
-  int32_t bucket;
-  int32_t min_smem_bytes;
-  int32_t block_m;  // query rows per step
-  int32_t block_n;  // keys per CTA
-  int32_t num_warps;
-  int32_t stages;  // Q/dO tiles in flight
-
+struct BwdDkvTile : TileShape {
   // K and V, `stages` tiles each of Q and dO, P in fp32, and `stages` rows of lse and delta.
   constexpr int32_t smem_bytes() const {
     return 2 * bucket * (2 * block_n + 2 * stages * block_m) + 4 * block_m * block_n +

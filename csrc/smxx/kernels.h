@@ -7,7 +7,7 @@
 
 namespace flashattn_ext::smxx {
 
-// delta[row] = sum over Dv of dout * out, minus dlse where given. Layout of lse.
+// Per row: delta = sum over Dv of dout * out, minus dlse where given, and lse_log2 (params.h).
 cudaError_t run_bwd_delta(const BwdParams& params, cudaStream_t stream);
 
 // Varlen only: rows that no sequence owns (past cu_seqlens[-1], before cu_seqlens[0], past seqused)

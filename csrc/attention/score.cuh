@@ -1,0 +1,116 @@
+// From raw products q.k to logits, and from logits to probabilities: one definition for all kernels.
+//
+// Where nothing but a positive scale is asked for, the scale is folded into the exponential: the
+// "logits" are then the raw products and `log2_scale` is softmax_scale * log2(e). Otherwise the
+// logits are formed in place and `log2_scale` is log2(e).
+#pragma once
+
+#include <cmath>
+
+#include "attention/mask.cuh"
+#include "attention/params.h"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+namespace flashattn_ext {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+
+struct ScoreTransform {
+  float softmax_scale;
+  float softcap;      // 0 = off
+  float inv_softcap;
+  float log2_scale;   // probability = 2^(logit * log2_scale - reference)
+  bool in_place;      // logits differ from the raw products
+
+  __device__ __forceinline__ explicit ScoreTransform(const FwdParams& p)
+      : softmax_scale(p.softmax_scale),
+        softcap(p.softcap),
+        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f) {
+    // A scale of zero or less would turn the row maximum into a minimum and -inf into NaN.
+    in_place = softcap > 0.0f || softmax_scale <= 0.0f;
+    log2_scale = in_place ? kLog2e : softmax_scale * kLog2e;
+  }
+
+  // Raw products to logits. tanh(x) = 1 - 2 / (1 + e^(2x)): absolute error about 1e-7.
+  template <int kMTiles, int kNTiles>
+  __device__ __forceinline__ void apply(float (&acc)[kMTiles][kNTiles][4]) const {
+    if (!in_place) return;
+    const float pre =
+        softcap > 0.0f ? 2.0f * kLog2e * softmax_scale * inv_softcap : softmax_scale;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float x = acc[m][j][e] * pre;
+          if (softcap > 0.0f) {
+            x = softcap - 2.0f * softcap * ptx::rcp_approx(1.0f + ptx::ex2_approx(x));
+          }
+          acc[m][j][e] = x;
+        }
+  }
+
+  // exp(logit - lse) of the backward. lse_log2 is +inf for a row that sees no key: P = 0.
+  __device__ __forceinline__ float probability(float logit, float lse_log2) const {
+    return ptx::ex2_approx(fmaf(logit, log2_scale, -lse_log2));
+  }
+
+  // P times d logit / d (scale * q.k), which is 1 - tanh^2 with softcap. A masked logit is -inf
+  // (its tanh is not a number); its P is 0 and stays 0.
+  __device__ __forceinline__ float d_logit(float p, float logit) const {
+    if (softcap <= 0.0f || p == 0.0f) return p;
+    const float y = logit * inv_softcap;
+    return p * (1.0f - y * y);
+  }
+};
+
+// Sets to -inf the scores of a warp's fragment, (16*kMTiles queries from `row0`) x (8*kNTiles keys
+// from `col0`), that the band hides.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], const Band& band,
+                                           int row0, int col0, int lane) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + 16 * m + tile::acc_row(lane, 2 * half);
+      // Bounds relative to this lane's first column, so that the compares take constants.
+      const int lane_col = col0 + tile::acc_col(lane, 0);
+      const int first = band.first_key(row) - lane_col;
+      const int end = band.end_key(row) - lane_col;
+#pragma unroll
+      for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int col = 8 * j + e;
+          if (col < first || col >= end) acc[m][j][2 * half + e] = -INFINITY;
+        }
+    }
+}
+
+// The same for transposed scores: (16*kMTiles keys from `key0`) x (8*kNTiles queries from `row0`).
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void apply_mask_transposed(float (&acc)[kMTiles][kNTiles][4],
+                                                      const Band& band, int key0, int row0,
+                                                      int lane) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = key0 + 16 * m + tile::acc_row(lane, 2 * half);
+      const int lane_row = row0 + tile::acc_col(lane, 0);
+      const int first = band.first_row(key) - lane_row;
+      const int end = band.end_row(key) - lane_row;
+#pragma unroll
+      for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int col = 8 * j + e;
+          if (col < first || col >= end) acc[m][j][2 * half + e] = -INFINITY;
+        }
+    }
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,48 @@
+// Launch of the portable dK/dV kernel for the tiles of one head-dim bucket. Included by the
+// instantiation files only.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+#include <iterator>
+
+#include "sm80/bwd_dkv_kernel.cuh"
+#include "sm80/launch_common.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <typename Config>
+cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
+  const int group = params.num_heads_q / params.num_heads_k;
+  const int64_t q_bytes = 2LL * group * params.seqlen_q * (params.head_dim + params.head_dim_v);
+  // A causal problem has the most queries at the first keys: ascending is longest first.
+  const TileOrder order = make_tile_order(ceil_div(params.seqlen_k, Config::kBlockN),
+                                          params.batch * params.num_heads_k, 1, q_bytes, false);
+  return launch_tiles<Config>(flash_bwd_dkv_sm80_kernel<Config>, params, order, stream);
+}
+
+template <typename Element, std::size_t kRow>
+using BwdDkvConfigRow =
+    BwdDkvConfig<Element, kBwdDkvTiles[kRow].bucket, kBwdDkvTiles[kRow].block_m, kBwdDkvTiles[kRow].block_n,
+                 kBwdDkvTiles[kRow].num_warps, kBwdDkvTiles[kRow].stages>;
+
+// Runs `tile`, a row of kBwdDkvTiles with this bucket; no other row is instantiated.
+template <int kBucket, std::size_t kRow = 0>
+cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream) {
+  if constexpr (kRow == std::size(kBwdDkvTiles)) {
+    return cudaErrorInvalidValue;
+  } else {
+    if constexpr (kBwdDkvTiles[kRow].bucket == kBucket) {
+      if (kBwdDkvTiles[kRow] == tile) {
+        return params.dtype == Dtype::kBFloat16
+                   ? launch_bwd_dkv<BwdDkvConfigRow<__nv_bfloat16, kRow>>(params, stream)
+                   : launch_bwd_dkv<BwdDkvConfigRow<__half, kRow>>(params, stream);
+      }
+    }
+    return launch_bwd_dkv_bucket<kBucket, kRow + 1>(params, tile, stream);
+  }
+}
+
+}  // namespace flashattn_ext::sm80

@@ -1,0 +1,48 @@
+// Launch of the portable dQ kernel for the tiles of one head-dim bucket. Included by the
+// instantiation files only.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+#include <iterator>
+
+#include "sm80/bwd_dq_kernel.cuh"
+#include "sm80/launch_common.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <typename Config>
+cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
+  const int group = params.num_heads_q / params.num_heads_k;
+  const int64_t kv_bytes = 2LL * params.seqlen_k * (params.head_dim + params.head_dim_v);
+  const TileOrder order =
+      make_tile_order(ceil_div(params.seqlen_q, Config::kBlockM), params.batch * params.num_heads_q,
+                      group, kv_bytes, params.window_right < kUnlimited);
+  return launch_tiles<Config>(flash_bwd_dq_sm80_kernel<Config>, params, order, stream);
+}
+
+template <typename Element, std::size_t kRow>
+using BwdDqConfigRow =
+    BwdDqConfig<Element, kBwdDqTiles[kRow].bucket, kBwdDqTiles[kRow].block_m, kBwdDqTiles[kRow].block_n,
+                kBwdDqTiles[kRow].num_warps, kBwdDqTiles[kRow].stages>;
+
+// Runs `tile`, a row of kBwdDqTiles with this bucket; no other row is instantiated.
+template <int kBucket, std::size_t kRow = 0>
+cudaError_t launch_bwd_dq_bucket(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream) {
+  if constexpr (kRow == std::size(kBwdDqTiles)) {
+    return cudaErrorInvalidValue;
+  } else {
+    if constexpr (kBwdDqTiles[kRow].bucket == kBucket) {
+      if (kBwdDqTiles[kRow] == tile) {
+        return params.dtype == Dtype::kBFloat16
+                   ? launch_bwd_dq<BwdDqConfigRow<__nv_bfloat16, kRow>>(params, stream)
+                   : launch_bwd_dq<BwdDqConfigRow<__half, kRow>>(params, stream);
+      }
+    }
+    return launch_bwd_dq_bucket<kBucket, kRow + 1>(params, tile, stream);
+  }
+}
+
+}  // namespace flashattn_ext::sm80

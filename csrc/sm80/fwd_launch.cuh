@@ -1,0 +1,48 @@
+// Launch of the portable forward kernel for the tiles of one head-dim bucket. Included by the
+// instantiation files only.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+#include <iterator>
+
+#include "sm80/fwd_kernel.cuh"
+#include "sm80/launch_common.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <typename Config>
+cudaError_t launch_fwd(const FwdParams& params, cudaStream_t stream) {
+  const int group = params.num_heads_q / params.num_heads_k;
+  const int64_t kv_bytes = 2LL * params.seqlen_k * (params.head_dim + params.head_dim_v);
+  const TileOrder order =
+      make_tile_order(ceil_div(params.seqlen_q, Config::kBlockM), params.batch * params.num_heads_q,
+                      group, kv_bytes, params.window_right < kUnlimited);
+  return launch_tiles<Config>(flash_fwd_sm80_kernel<Config>, params, order, stream);
+}
+
+template <typename Element, std::size_t kRow>
+using FwdConfigRow =
+    FwdConfig<Element, kFwdTiles[kRow].bucket, kFwdTiles[kRow].block_m, kFwdTiles[kRow].block_n,
+              kFwdTiles[kRow].num_warps, kFwdTiles[kRow].stages>;
+
+// Runs `tile`, a row of kFwdTiles with this bucket; no other row is instantiated.
+template <int kBucket, std::size_t kRow = 0>
+cudaError_t launch_fwd_bucket(const FwdParams& params, const FwdTile& tile, cudaStream_t stream) {
+  if constexpr (kRow == std::size(kFwdTiles)) {
+    return cudaErrorInvalidValue;
+  } else {
+    if constexpr (kFwdTiles[kRow].bucket == kBucket) {
+      if (kFwdTiles[kRow] == tile) {
+        return params.dtype == Dtype::kBFloat16
+                   ? launch_fwd<FwdConfigRow<__nv_bfloat16, kRow>>(params, stream)
+                   : launch_fwd<FwdConfigRow<__half, kRow>>(params, stream);
+      }
+    }
+    return launch_fwd_bucket<kBucket, kRow + 1>(params, tile, stream);
+  }
+}
+
+}  // namespace flashattn_ext::sm80
