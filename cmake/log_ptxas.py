@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 
-# The lines of `ptxas -v`; its warnings do not match.
-CHATTER = re.compile(r"^ptxas info\s*:|^\s+\d+ bytes (stack frame|gmem)|^\s*$")
+# The lines of `ptxas -v`, and its spill warnings: the check judges and names those.
+CHATTER = re.compile(
+    r"^ptxas info\s*:|^ptxas warning : Registers are spilled|^\s+\d+ bytes stack frame|^\s*$"
+)
 
 
 def main(command: list[str]) -> int:

@@ -52,12 +52,14 @@ def parse_log(text: str) -> tuple[list[Kernel], list[str]]:
 
 
 def demangle(kernels: list[Kernel]) -> None:
-    """Readable names, where binutils' c++filt is there."""
+    """Readable names without arguments, where binutils' c++filt is there."""
     if kernels and shutil.which("c++filt"):
         names = "\n".join(kernel.name for kernel in kernels)
-        result = subprocess.run(["c++filt"], input=names, capture_output=True, text=True)
+        result = subprocess.run(
+            ["c++filt", "--no-params"], input=names, capture_output=True, text=True, check=True
+        )
         for kernel, name in zip(kernels, result.stdout.splitlines()):
-            kernel.name = name.removeprefix("void ").partition("(")[0]
+            kernel.name = name.removeprefix("void ").replace("flashattn_ext::", "")
 
 
 def read_allowance(text: str) -> list[tuple[re.Pattern[str], str, int]]:
