@@ -44,6 +44,7 @@ struct MergeFunction : torch::autograd::Function<MergeFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &out = saved[4], &lse = saved[5], &dout = grads[0], &dlse = grads[1];
 
+    if (!dout.defined() && !dlse.defined()) return variable_list(4);
     variable_list result;
     for (int side : {0, 2}) {
       const Tensor &out_i = saved[side], &lse_i = saved[side + 1];
@@ -60,7 +61,8 @@ struct MergeFunction : torch::autograd::Function<MergeFunction> {
         dlse_i = dlse_i.defined() ? dlse_i + through_lse : through_lse;
       }
       result.push_back(dout_i);
-      result.push_back(dlse_i);
+      // Whatever the out of an empty state holds, nothing flows into it.
+      result.push_back(dlse_i.masked_fill(empty, 0));
     }
     return result;
   }

@@ -49,6 +49,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("q", &Problem::q)
       .def_readwrite("k", &Problem::k)
       .def_readwrite("v", &Problem::v)
+      .def_readwrite("out", &Problem::out)
       .def_readwrite("dout", &Problem::dout)
       .def_readwrite("causal", &Problem::causal)
       .def_readwrite("top_left", &Problem::top_left)

@@ -32,11 +32,12 @@ Explanation explain(const Problem& problem, const DeviceInfo& device, std::strin
   if (plan.copy_q) explanation.copies.push_back("q");
   if (plan.copy_k) explanation.copies.push_back("k");
   if (plan.copy_v) explanation.copies.push_back("v");
+  if (plan.copy_out) explanation.copies.push_back("out");
   if (plan.copy_dout) explanation.copies.push_back("dout");
   explanation.workspace_bytes = plan.workspace_bytes;
   if (plan.workspace_bytes > 0) {
     explanation.workspace_formula =
-        problem.varlen ? "4 * num_heads_q * total_q" : "4 * num_heads_q * batch * seqlen_q";
+        problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
   }
   return explanation;
 }

@@ -14,6 +14,8 @@ constexpr int64_t kMaxInt32 = (int64_t{1} << 31) - 1;
 constexpr int64_t kCopyBytes = 16;    // one cp.async, ldmatrix row or vector store
 constexpr int64_t kElementBytes = 2;  // float16 and bfloat16
 
+constexpr int32_t kDeltaRows = 64;  // query rows per CTA of smxx/bwd_delta.cu
+
 constexpr int64_t kMaxTileRows = 128;  // most rows of any tile in sm80/tiles.h
 constexpr int64_t kMaxRowStride = kMaxInt32 / kMaxTileRows;  // offsets inside a tile are 32-bit
 
@@ -184,15 +186,18 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
     return reject_grid(
         grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.fwd_tile->block_m));
   }
+  plan.copy_out = needs_copy(problem.out);
   plan.copy_dout = needs_copy(problem.dout);
-  plan.workspace_bytes = delta_bytes(problem);
+  plan.workspace_bytes = 2 * row_stats_bytes(problem);  // delta and lse_log2
   plan.bwd_dq_tile = pick_tile(sm80::kBwdDqTiles, head_dim, smem);
   plan.bwd_dkv_tile = pick_tile(sm80::kBwdDkvTiles, head_dim, smem);
   const int64_t dq_blocks =
       grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.bwd_dq_tile->block_m);
   const int64_t dkv_blocks =
       grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n);
-  return reject_grid(std::max(dq_blocks, dkv_blocks));
+  const int64_t delta_blocks =
+      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, kDeltaRows);
+  return reject_grid(std::max({dq_blocks, dkv_blocks, delta_blocks}));
 }
 
 template <class Tile>
@@ -207,7 +212,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
     list.push_back(report(
         "flash_fwd_sm80_kernel", *plan.fwd_tile,
         grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, plan.fwd_tile->block_m)));
-    if (problem.varlen) list.push_back({.name = "flash_fwd_fill_unowned_kernel"});
+    if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
     return list;
   }
   list.push_back({.name = "flash_bwd_delta_kernel"});
@@ -217,7 +222,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
   list.push_back(report(
       "flash_bwd_dkv_sm80_kernel", *plan.bwd_dkv_tile,
       grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n)));
-  if (problem.varlen) list.push_back({.name = "flash_bwd_fill_unowned_kernel"});
+  if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
   return list;
 }
 

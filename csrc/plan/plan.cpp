@@ -90,7 +90,7 @@ Window canonical_window(const Problem& problem) {
   return window;
 }
 
-int64_t delta_bytes(const Problem& problem) {
+int64_t row_stats_bytes(const Problem& problem) {
   return static_cast<int64_t>(sizeof(float)) * problem.num_heads_q * problem.total_q;
 }
 

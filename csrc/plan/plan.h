@@ -64,9 +64,10 @@ struct Plan {
   bool copy_q = false;
   bool copy_k = false;
   bool copy_v = false;
+  bool copy_out = false;
   bool copy_dout = false;
 
-  // Bytes allocated for the launch besides outputs and copies: the backward's delta.
+  // Bytes allocated for the launch besides outputs and copies: the backward's delta and lse_log2.
   int64_t workspace_bytes = 0;
 };
 
@@ -93,8 +94,8 @@ std::string family_names();
 // key) give the same bounds, and so the same bits.
 Window canonical_window(const Problem& problem);
 
-// Rows of the backward's delta, in bytes of fp32: 4 * num_heads_q * total_q.
-int64_t delta_bytes(const Problem& problem);
+// One fp32 number for every row of every head: the size of lse, delta and lse_log2.
+int64_t row_stats_bytes(const Problem& problem);
 
 // CTAs of one linear grid: blocks of `block_rows` over every sequence, times heads.
 int64_t grid_blocks(const Problem& problem, int64_t seqlen, int64_t num_heads, int32_t block_rows);

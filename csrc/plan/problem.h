@@ -48,7 +48,8 @@ struct Problem {
   int64_t total_q = 0;  // rows of q in varlen; batch * seqlen_q in dense
   int64_t total_k = 0;
 
-  Layout q, k, v, dout;
+  Layout q, k, v;
+  Layout out, dout;  // backward only
 
   // Options as the caller gave them; -1 is an unlimited window.
   bool causal = false;
