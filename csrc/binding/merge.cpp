@@ -2,6 +2,7 @@
 //
 // With L = log(exp(L_a) + exp(L_b)) and w_i = exp(L_i - L), merge is O = w_a O_a + w_b O_b, and
 //   dO_i = w_i dO        dL_i = w_i (rowsum(dO * (O_i - O)) + dL).
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
