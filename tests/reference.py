@@ -180,7 +180,8 @@ def attention_varlen(
         out[rows] = o[0]
         lse[:, rows] = part[0]
         rows_seen[rows] = seen[0].any(dim=2).T
-        keys_seen[keys] = seen[0].any(dim=1).view(heads_k, -1, length_k).any(dim=1).T
+        groups = seen[0].any(dim=1).view(heads_k, heads_q // heads_k, length_k)
+        keys_seen[keys] = groups.any(dim=1).T
     if lse is None:
         lse = torch.full((heads_q, total_q), -math.inf, dtype=q.dtype, device=q.device)
     return out, lse, rows_seen, keys_seen

@@ -1,0 +1,81 @@
+"""Peak extra memory of one forward and backward, beside what an N x N matrix would need.
+
+    python -m benchmarks.bench_memory
+
+Extra is what the caching allocator holds at its peak beyond the inputs, `dout` and the results
+that the caller keeps (out, dq, dk, dv). Lengths double, so that linear growth can be seen.
+"""
+
+import argparse
+
+import torch
+
+from benchmarks import problems
+from benchmarks.baselines import IMPLEMENTATIONS
+from benchmarks.problems import Problem
+
+HEADS, HEAD_DIM = 8, 128
+LENGTHS = (4500, 9000, 18000, 36000)
+
+
+def problem_of(seqlen: int) -> Problem:
+    return problems.dense(HEAD_DIM, seqlen, False, batch=1, heads_q=HEADS, heads_k=HEADS)
+
+
+def matrix_bytes(problem: Problem) -> int:
+    """One (batch, heads, Sq, Sk) matrix in the input dtype; an unfused pass holds two or more."""
+    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return pairs * problem.dtype.itemsize
+
+
+def peak_extra_bytes(problem: Problem, impl: str = "flashattn_ext") -> int:
+    """Bytes at the peak of forward + backward beyond inputs and results."""
+    implementation = IMPLEMENTATIONS[impl]
+    attend = implementation.make(problem)
+    inputs = implementation.arrange(problems.make_inputs(problem))
+    with implementation.pinned():
+        torch.autograd.grad(attend(inputs), inputs.leaves, inputs.dout)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = attend(inputs)
+        gradients = torch.autograd.grad(out, inputs.leaves, inputs.dout)
+    torch.cuda.synchronize()
+    results = sum(t.numel() * t.element_size() for t in (out, *gradients))
+    return torch.cuda.max_memory_allocated() - before - results
+
+
+def measure(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, object]]:
+    """Claim records: bytes per token at each length, and the matrix that is never formed."""
+    lines: list[dict[str, object]] = []
+    print(f"\npeak extra memory, forward + backward, batch 1, {HEADS} heads, d {HEAD_DIM}, bf16")
+    print(f"{'tokens':>8} {'extra MiB':>10} {'bytes/token':>12} {'one N x N MiB':>14}")
+    for seqlen in lengths:
+        problem = problem_of(seqlen)
+        extra, matrix = peak_extra_bytes(problem), matrix_bytes(problem)
+        print(f"{seqlen:>8} {extra / 2**20:10.2f} {extra / seqlen:12.1f} {matrix / 2**20:14.1f}")
+        lines.append(
+            {
+                "kind": "claim",
+                "claim": f"peak_extra_memory_n{seqlen}",
+                "source": "benchmarks/bench_memory.py",
+                "value": extra,
+                "unit": "bytes",
+                "matrix_bytes": matrix,
+                "verdict": "yes" if extra < matrix / 10 else "no",
+                **problem.fields(),
+            }
+        )
+    per_token = [float(line["value"]) / n for line, n in zip(lines, lengths, strict=True)]  # type: ignore[arg-type]
+    if max(per_token) > 1.25 * min(per_token):
+        raise AssertionError(f"extra bytes per token grow with the length: {per_token}")
+    return lines
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    measure()
+
+
+if __name__ == "__main__":
+    main()

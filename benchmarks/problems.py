@@ -1,0 +1,195 @@
+"""What a benchmark measures: problems, their random inputs, and the check before any timing.
+
+Tensors are laid out as the library takes them, (B, S, H, D) or packed (T, H, D); a baseline that
+wants another order is given transposed views of the same memory.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from benchmarks import flops
+
+TOTAL_TOKENS = 16384
+MODEL_WIDTH = 2048
+# Largest relative Frobenius error against fp64 that a timed implementation may show.
+ERROR_LIMIT = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4}
+# Peers keep more roundings in their backward; beyond this a baseline is simply wrong.
+BASELINE_ERROR_LIMIT = 2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention problem. `lengths` non-empty: varlen self-attention over those sequences."""
+
+    case: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    lengths: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def forward_flops(self) -> float:
+        shapes = [(n, n) for n in self.lengths] or [(self.seqlen_q, self.seqlen_k)] * self.batch
+        pairs = sum(flops.visible_pairs(sq, sk, self.causal, self.window) for sq, sk in shapes)
+        return flops.forward_flops(1, self.heads_q, pairs, self.head_dim, self.head_dim_v)
+
+    @property
+    def backward_flops(self) -> float:
+        return flops.BACKWARD_OVER_FORWARD * self.forward_flops
+
+    def fields(self) -> dict[str, object]:
+        """The record fields that say which problem a figure belongs to."""
+        return {
+            "case": self.case,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "causal": self.causal,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "batch": self.batch,
+            "heads_q": self.heads_q,
+            "heads_k": self.heads_k,
+            "page_size": 0,
+        }
+
+
+def dense(head_dim: int, seqlen: int, causal: bool, **changes: object) -> Problem:
+    """A training shape: 16,384 tokens in all, heads = 2048 / head_dim."""
+    heads = MODEL_WIDTH // head_dim
+    problem = Problem(
+        case="dense",
+        batch=max(1, TOTAL_TOKENS // seqlen),
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        heads_q=heads,
+        heads_k=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        causal=causal,
+    )
+    return dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def varlen(head_dim: int, causal: bool, kind: str) -> Problem:
+    """16,384 packed tokens: `uniform` 16 sequences alike, `mixed` lengths from 37 to 8192."""
+    lengths = {
+        "uniform": (1024,) * 16,
+        "mixed": (8192, 37, 2048, 1, 1500, 731, 3000, 512, 128, 64, 171),
+    }[kind]
+    if sum(lengths) != TOTAL_TOKENS:
+        raise ValueError(f"varlen {kind}: {sum(lengths)} tokens, wanted {TOTAL_TOKENS}")
+    return dense(
+        head_dim,
+        max(lengths),
+        causal,
+        case=f"varlen_{kind}",
+        batch=len(lengths),
+        lengths=lengths,
+    )
+
+
+@dataclasses.dataclass
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    def heads_first(self) -> "Inputs":
+        """(B, H, S, D) views of the same memory that are leaves themselves."""
+        q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in self.leaves)
+        return Inputs(q, k, v, self.dout.transpose(1, 2), self.cu_seqlens)
+
+    def detached(self) -> "Inputs":
+        """The same tensors, asking for no gradients."""
+        q, k, v = (t.detach() for t in self.leaves)
+        return Inputs(q, k, v, self.dout, self.cu_seqlens)
+
+
+def make_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> Inputs:
+    """Standard normal inputs that require gradients."""
+    generator = torch.Generator(device).manual_seed(seed)
+    p = problem
+
+    def normal(seqlen: int, heads: int, dim: int) -> torch.Tensor:
+        rows = (sum(p.lengths),) if p.lengths else (p.batch, seqlen)
+        shape = (*rows, heads, dim)
+        return torch.randn(shape, generator=generator, device=device).to(p.dtype)
+
+    cu_seqlens = None
+    if p.lengths:
+        ends = torch.tensor(p.lengths).cumsum(0)
+        cu_seqlens = torch.cat([torch.zeros(1), ends]).to(torch.int32).to(device)
+    return Inputs(
+        q=normal(p.seqlen_q, p.heads_q, p.head_dim).requires_grad_(),
+        k=normal(p.seqlen_k, p.heads_k, p.head_dim).requires_grad_(),
+        v=normal(p.seqlen_k, p.heads_k, p.head_dim_v).requires_grad_(),
+        dout=normal(p.seqlen_q, p.heads_q, p.head_dim_v),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _one_head(problem: Problem, tensor: torch.Tensor, head: int, length: int) -> torch.Tensor:
+    """The first sequence of one head, (S, D), in fp64."""
+    rows = tensor if problem.lengths else tensor[0]
+    return rows[:length, head].detach().double()
+
+
+def reference_slice(
+    problem: Problem, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp64 out, dq, dk, dv of the last head of the first sequence, in closed form.
+
+    Needs heads_q == heads_k for dk and dv; computed in row chunks, so that memory stays O(S).
+    """
+    p = problem
+    length = p.lengths[0] if p.lengths else p.seqlen_k
+    q = _one_head(p, inputs.q, p.heads_q - 1, length)
+    k = _one_head(p, inputs.k, p.heads_k - 1, length)
+    v = _one_head(p, inputs.v, p.heads_k - 1, length)
+    dout = _one_head(p, inputs.dout, p.heads_q - 1, length)
+    scale = 1 / math.sqrt(p.head_dim)
+    out, dq = torch.empty_like(dout), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    cols = torch.arange(k.shape[0], device=k.device)
+    offset = k.shape[0] - q.shape[0]
+    left, right = p.window[0], 0 if p.causal else p.window[1]
+    for start in range(0, q.shape[0], 2048):
+        rows = slice(start, start + 2048)
+        relative = cols - (torch.arange(q.shape[0], device=q.device)[rows, None] + offset)
+        scores = q[rows] @ k.T * scale
+        if left >= 0:
+            scores.masked_fill_(relative < -left, -math.inf)
+        if right >= 0:
+            scores.masked_fill_(relative > right, -math.inf)
+        probs = scores.softmax(-1)
+        out[rows] = probs @ v
+        dv += probs.T @ dout[rows]
+        dprobs = dout[rows] @ v.T
+        delta = (dout[rows] * out[rows]).sum(-1, keepdim=True)
+        dscores = probs * (dprobs - delta) * scale
+        dq[rows] = dscores @ k
+        dk += dscores.T @ q[rows]
+    return out, dq, dk, dv
+
+
+def relative_error(problem: Problem, actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative Frobenius error of `actual`'s last head of the first sequence."""
+    head = actual.shape[-2] - 1
+    mine = _one_head(problem, actual, head, reference.shape[0])
+    return float((mine - reference).norm() / reference.norm())
