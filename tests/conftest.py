@@ -12,8 +12,11 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
+
+# The tests are many small problems; a second OpenMP thread only spins beside the first.
+torch.set_num_threads(1)
 
 try:
     import hypothesis
