@@ -68,14 +68,20 @@ class Batch:
 Attention = Callable[[Tensor, Tensor, Tensor, Batch], Tensor]
 
 
+def call_arguments(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple:
+    """Arguments of flash_attn_func or, for packed sequences, of flash_attn_varlen_func."""
+    if batch.cu_seqlens is None:
+        return (q, k, v)
+    longest = q.shape[1]  # an upper bound is enough
+    return (q[0], k[0], v[0], batch.cu_seqlens, batch.cu_seqlens, longest, longest)
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
     """q (rows, length, heads_q, d), k and v (rows, length, heads_k, d) -> the shape of q."""
+    arguments = call_arguments(q, k, v, batch)
     if batch.cu_seqlens is None:
-        return flashattn_ext.flash_attn_func(q, k, v, causal=True)
-    cu_seqlens, longest = batch.cu_seqlens, q.shape[1]  # an upper bound is enough
-    return flashattn_ext.flash_attn_varlen_func(
-        q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, causal=True
-    )[None]
+        return flashattn_ext.flash_attn_func(*arguments, causal=True)
+    return flashattn_ext.flash_attn_varlen_func(*arguments, causal=True)[None]
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -210,25 +216,41 @@ def same_losses(fused: list[float], unfused: list[float], config: Config) -> boo
     return same
 
 
-def main() -> int:
+def explained_attention() -> Attention:
+    """fused_attention that prints the plans of its forward and backward when first called."""
+    explained = False
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        nonlocal explained
+        if not explained:
+            explained, arguments = True, call_arguments(q, k, v, batch)
+            for backward in (False, True):
+                print(flashattn_ext.explain(*arguments, causal=True, backward=backward))
+        return fused_attention(q, k, v, batch)
+
+    return attention
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="default: 200")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text")
     parser.add_argument("--varlen", action="store_true", help="packed paragraphs, no padding")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = GPU if args.device == "cuda" else CPU
 
-    print(f"flashattn_ext, {args.steps} steps on {args.device}")
-    fused = train(fused_attention, config, args, args.steps)
+    name = "flash_attn_varlen_func" if args.varlen else "flash_attn_func"
+    print(f"{name}, {args.steps} steps on {args.device}")
+    fused = train(explained_attention(), config, args, args.steps)
     stop = min(args.steps, config.compared_steps or args.steps)
     print(f"unfused attention, the same seed, {stop} steps")
     unfused = train(unfused_attention, config, args, stop)
 
     same = same_losses(fused, unfused, config)
     first, last = fused[0], fmean(fused[-TAIL:])
-    print(f"loss {first:.4f} -> {last:.4f}")
+    print(f"loss {first:.4f} -> {last:.4f}: {'fell' if last < first else 'DID NOT FALL'}")
     return 0 if same and last < first else 1
 
 

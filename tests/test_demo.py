@@ -1,0 +1,54 @@
+"""The example trains, agrees with unfused attention, and notices when it does not."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from examples import train_gpt
+
+TINY = dataclasses.replace(train_gpt.CPU, layers=1, context=48, tokens=192)
+MODES = pytest.mark.parametrize("mode", [[], ["--varlen"]], ids=["dense", "packed"])
+
+
+@MODES
+def test_demo_trains_and_agrees(mode, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt, "CPU", TINY)
+    assert train_gpt.main(["--device", "cpu", "--steps", "12", *mode]) == 0
+    printed = capsys.readouterr().out
+    assert "spec" in printed  # the plan that ran
+    assert ": same" in printed
+    assert ": fell" in printed
+
+
+@MODES
+def test_demo_fails_on_another_attention(mode, monkeypatch, capsys):
+    def without_mask(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+        ).transpose(1, 2)
+
+    monkeypatch.setattr(train_gpt, "CPU", TINY)
+    monkeypatch.setattr(train_gpt, "textbook_attention", without_mask)
+    assert train_gpt.main(["--device", "cpu", "--steps", "3", *mode]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_packed_batches_are_paragraphs_end_to_end():
+    text = b"first paragraph\n\nthe second one\n\nthird"
+    batch = next(train_gpt.packed_batches(text, TINY, seed=0))
+    bounds = batch.cu_seqlens.tolist()
+    assert (bounds[0], bounds[-1], batch.inputs.shape) == (0, TINY.tokens, (1, TINY.tokens))
+    for start, end in itertools.pairwise(bounds):
+        assert batch.positions[0, start:end].tolist() == list(range(end - start))
+        inputs, targets = batch.inputs[0, start:end], batch.targets[0, start:end]
+        assert bytes([*inputs.tolist(), int(targets[-1])]) in text
+        assert torch.equal(targets[:-1], inputs[1:])
+
+
+@pytest.mark.gpu
+@MODES
+def test_demo_on_the_gpu(mode, capsys):
+    assert train_gpt.main(["--device", "cuda", "--steps", "40", *mode]) == 0
+    assert "sm80" in capsys.readouterr().out
