@@ -69,7 +69,8 @@ std::string error_sentence(const Problem& problem, const DeviceInfo& device,
   std::string sentence = "no kernel runs this call.";
   for (const Family* family : families()) {
     if (family->on_cuda != device.is_cuda) continue;
-    sentence += " " + std::string(family->name) + ": " + reject(*family, problem, device).str();
+    sentence.append(" ").append(family->name).append(": ");
+    sentence += reject(*family, problem, device).str();
   }
   return sentence;
 }
