@@ -67,7 +67,7 @@ def pypi_tool(name: str, folder: str) -> str:
     """Path of cmake or ninja from its PyPI package: a distribution's own may be too old."""
     try:
         return str(Path(getattr(importlib.import_module(name), folder)) / name)
-    except ImportError:
+    except (ImportError, AttributeError):  # AttributeError: found this repository's cmake/ instead
         sys.exit(f"flashattn_ext builds with {name} from PyPI: pip install 'cmake>=3.26' ninja")
 
 
@@ -149,7 +149,8 @@ class CMakeBuild(build_ext):
             shutil.copy2(built, wanted)
 
 
-setup(
-    ext_modules=[Extension("flashattn_ext._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("flashattn_ext._C", sources=[])],
+        cmdclass={"build_ext": CMakeBuild},
+    )
