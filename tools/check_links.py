@@ -22,7 +22,7 @@ FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REPOSITORY_PATH = re.compile(
     r"^(csrc|flashattn_ext|tests|benchmarks|examples|docs|tools|cmake|\.github|\.ci)/[\w./-]*$"
 )
-MAKE = re.compile(r"(?:^|[\s(])make ((?:[a-z][\w-]*[ \t]*)+)")
+MAKE = re.compile(r"(?:^|[\s(])make ([a-z][\w-]*(?: [a-z][\w-]*)*)")  # an aligned remark ends it
 PYTHON_FILE = re.compile(r"\bpython3?\s+((?!-)[\w./-]+\.py)\b")
 PYTHON_MODULE = re.compile(r"\bpython3?\s+-m\s+(benchmarks|tools|examples|flashattn_ext)\.([\w.]+)")
 
