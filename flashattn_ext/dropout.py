@@ -79,7 +79,7 @@ def keep_tile(
     )
     words = philox4x32(counter, (seed & _LOW32, (seed >> 32) ^ (offset >> 32)))
     octets = torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8)
-    keep = octets.flatten(-2) < kept_of_256(p)
+    keep = octets.flatten(-2).to(torch.int16) < kept_of_256(p)  # 256 does not fit a byte
     skipped = first_block * KEYS_PER_CALL
     return keep[..., cols.start - skipped : cols.stop - skipped]
 

@@ -53,7 +53,7 @@ def sequences(
             keys,
             replace(
                 options,
-                bias=None if key_bias is None else key_bias[..., keys].reshape(1, -1, 1, length_k),
+                bias=None if key_bias is None else key_bias[..., None, keys],
                 mask=up_to(options.mask, b, length_q, length_k),
                 block_mask=of_batch(options.block_mask, b),
                 alibi_slopes=of_batch(slopes, b)
@@ -136,7 +136,7 @@ def varlen_backward(
         for name in wanted:
             part = getattr(grads, "d" + name)
             if name == "bias":
-                shared[name][..., keys] += part.view(*key_bias.shape[:-1], -1)
+                shared[name][..., keys] += part.squeeze(-2)
             elif name == "alibi_slopes" and part.dim() == 2:
                 shared[name][b if shared[name].shape[0] > 1 else 0] += part[0]
             else:

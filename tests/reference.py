@@ -100,7 +100,10 @@ def attention(
     if s.shape[-1] == 0:
         lse = torch.full(s.shape[:-1], -math.inf, dtype=s.dtype, device=s.device)
     else:
-        lse = torch.logsumexp(s, dim=-1).masked_fill(empty, -math.inf)
+        # torch.logsumexp's gradient, exp(s - lse), fails where lse cannot hold log(n) beside m.
+        m = s.detach().amax(dim=-1)
+        lse = m + torch.log(torch.exp(s - m[..., None]).sum(dim=-1))
+        lse = lse.masked_fill(empty, -math.inf)
     p = torch.softmax(s, dim=-1).masked_fill(empty[..., None], 0.0)[..., :seqlen_k]
     if dropout_p > 0:
         kept = round(256 * (1 - dropout_p))
@@ -157,7 +160,7 @@ def attention_varlen(
         rows, keys = slice(first_q, first_q + length_q), slice(first_k, first_k + length_k)
         bias = None
         if key_bias is not None:
-            bias = key_bias[..., keys].reshape(1, -1, 1, length_k)
+            bias = key_bias[..., None, keys]
         tiles = None
         if block_mask is not None:
             tiles = block_mask[b : b + 1] if block_mask.shape[0] > 1 else block_mask
