@@ -32,12 +32,18 @@ struct Band {
     return n0 + cols <= seqlen_k && n0 + cols - 1 - m0 <= upper && n0 - (m0 + rows - 1) >= lower;
   }
 
+  // True when no query of [m0, m0 + rows) sees any key of [n0, n0 + cols) by the band: all work on
+  // the block may be skipped.
+  __device__ __forceinline__ bool hides(int m0, int rows, int n0, int cols) const {
+    return n0 - (m0 + rows - 1) > upper || n0 + cols - 1 - m0 < lower || n0 >= seqlen_k;
+  }
+
   // Key blocks that queries [m0, m0 + block_m) see something of.
   __device__ __forceinline__ BlockRange key_blocks(int m0, int block_m, int block_n) const {
     const int32_t last_row = min(m0 + block_m, seqlen_q) - 1;
     const int32_t begin_key = max(0, m0 + lower);
-    const int32_t end_key = min(static_cast<int64_t>(seqlen_k),
-                                static_cast<int64_t>(last_row) + upper + 1);
+    const int32_t end_key =
+        min(static_cast<int64_t>(seqlen_k), static_cast<int64_t>(last_row) + upper + 1);
     if (end_key <= begin_key) return {0, 0};
     return {begin_key / block_n, (end_key + block_n - 1) / block_n};
   }
@@ -46,8 +52,8 @@ struct Band {
   __device__ __forceinline__ BlockRange query_blocks(int n0, int block_n, int block_m) const {
     const int32_t last_key = min(n0 + block_n, seqlen_k) - 1;
     const int64_t begin_row = max(static_cast<int64_t>(0), static_cast<int64_t>(n0) - upper);
-    const int64_t end_row = min(static_cast<int64_t>(seqlen_q),
-                                static_cast<int64_t>(last_key) - lower + 1);
+    const int64_t end_row =
+        min(static_cast<int64_t>(seqlen_q), static_cast<int64_t>(last_key) - lower + 1);
     if (end_row <= begin_row) return {0, 0};
     return {static_cast<int32_t>(begin_row / block_m),
             static_cast<int32_t>((end_row + block_m - 1) / block_m)};

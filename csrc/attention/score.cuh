@@ -1,4 +1,5 @@
-// From raw products q.k to logits, and from logits to probabilities: one definition for all kernels.
+// From raw products q.k to logits, and from logits to probabilities: one definition for all
+// kernels.
 //
 // Where nothing but a positive scale is asked for, the scale is folded into the exponential: the
 // "logits" are then the raw products and `log2_scale` is softmax_scale * log2(e). Otherwise the
@@ -16,19 +17,21 @@ namespace flashattn_ext {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
+// Built on the host and passed to the kernel beside the params, so that its values are
+// constant-bank operands and take no registers.
 struct ScoreTransform {
   float softmax_scale;
-  float softcap;      // 0 = off
+  float softcap;  // 0 = off
   float inv_softcap;
-  float log2_scale;   // probability = 2^(logit * log2_scale - reference)
-  bool in_place;      // logits differ from the raw products
+  float log2_scale;  // probability = 2^(logit * log2_scale - reference)
+  bool in_place;     // logits differ from the raw products
 
-  __device__ __forceinline__ explicit ScoreTransform(const FwdParams& p)
+  explicit ScoreTransform(const FwdParams& p)
       : softmax_scale(p.softmax_scale),
         softcap(p.softcap),
-        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f) {
-    // A scale of zero or less would turn the row maximum into a minimum and -inf into NaN.
-    in_place = softcap > 0.0f || softmax_scale <= 0.0f;
+        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
+        // A scale of zero or less would turn the row maximum into a minimum and -inf into NaN.
+        in_place(p.softcap > 0.0f || p.softmax_scale <= 0.0f) {
     log2_scale = in_place ? kLog2e : softmax_scale * kLog2e;
   }
 
@@ -36,20 +39,14 @@ struct ScoreTransform {
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ void apply(float (&acc)[kMTiles][kNTiles][4]) const {
     if (!in_place) return;
-    const float pre =
-        softcap > 0.0f ? 2.0f * kLog2e * softmax_scale * inv_softcap : softmax_scale;
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float x = acc[m][j][e] * pre;
-          if (softcap > 0.0f) {
-            x = softcap - 2.0f * softcap * ptx::rcp_approx(1.0f + ptx::ex2_approx(x));
-          }
-          acc[m][j][e] = x;
-        }
+    if (softcap > 0.0f) {
+      const float pre = 2.0f * kLog2e * softmax_scale * inv_softcap;
+      tile::transform(acc, [&](float x) {
+        return softcap - 2.0f * softcap * ptx::rcp_approx(1.0f + ptx::ex2_approx(x * pre));
+      });
+    } else {
+      tile::transform(acc, [&](float x) { return x * softmax_scale; });
+    }
   }
 
   // exp(logit - lse) of the backward. lse_log2 is +inf for a row that sees no key: P = 0.
@@ -57,12 +54,11 @@ struct ScoreTransform {
     return ptx::ex2_approx(fmaf(logit, log2_scale, -lse_log2));
   }
 
-  // P times d logit / d (scale * q.k), which is 1 - tanh^2 with softcap. A masked logit is -inf
-  // (its tanh is not a number); its P is 0 and stays 0.
-  __device__ __forceinline__ float d_logit(float p, float logit) const {
-    if (softcap <= 0.0f || p == 0.0f) return p;
+  // P times d logit / d (scale * q.k), where that is not P itself: 1 - tanh^2 with softcap. A
+  // masked logit is -inf (its tanh is not a number); its P is 0 and stays 0.
+  __device__ __forceinline__ float softcap_d_logit(float p, float logit) const {
     const float y = logit * inv_softcap;
-    return p * (1.0f - y * y);
+    return p == 0.0f ? 0.0f : p * (1.0f - y * y);
   }
 };
 

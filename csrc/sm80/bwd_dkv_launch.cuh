@@ -24,13 +24,14 @@ cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
 }
 
 template <typename Element, std::size_t kRow>
-using BwdDkvConfigRow =
-    BwdDkvConfig<Element, kBwdDkvTiles[kRow].bucket, kBwdDkvTiles[kRow].block_m, kBwdDkvTiles[kRow].block_n,
-                 kBwdDkvTiles[kRow].num_warps, kBwdDkvTiles[kRow].stages>;
+using BwdDkvConfigRow = BwdDkvConfig<Element, kBwdDkvTiles[kRow].bucket, kBwdDkvTiles[kRow].block_m,
+                                     kBwdDkvTiles[kRow].block_n, kBwdDkvTiles[kRow].num_warps,
+                                     kBwdDkvTiles[kRow].stages>;
 
 // Runs `tile`, a row of kBwdDkvTiles with this bucket; no other row is instantiated.
 template <int kBucket, std::size_t kRow = 0>
-cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream) {
+cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile,
+                                  cudaStream_t stream) {
   if constexpr (kRow == std::size(kBwdDkvTiles)) {
     return cudaErrorInvalidValue;
   } else {

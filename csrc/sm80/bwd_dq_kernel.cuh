@@ -50,6 +50,7 @@ struct BwdDqConfig {
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads)
     flash_bwd_dq_sm80_kernel(const __grid_constant__ BwdParams params,
+                             const __grid_constant__ ScoreTransform transform,
                              const __grid_constant__ TileOrder order) {
   using Element = typename Config::Element;
   constexpr int kMTiles = Config::kMTiles, kHeadDim = Config::kHeadDim;
@@ -92,7 +93,6 @@ __global__ void __launch_bounds__(Config::kNumThreads)
                   params.v_strides.row, side_k.length - n0);
   };
 
-  const ScoreTransform transform(params);
   const uint32_t warp_offset = warp_row * Config::Layout::kPitchBytes;
   const auto q_operand = tile::Operand<kHeadDim>::rows_first(sQ + warp_offset, lane);
   const auto do_operand = tile::Operand<kHeadDim>::rows_first(sDo + warp_offset, lane);
@@ -134,30 +134,45 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     const uint32_t sK_stage = sK + stage * Config::kKvTileBytes;
     const uint32_t sV_stage = sV + stage * Config::kKvTileBytes;
 
-    float acc_s[kMTiles][kBlockN / 8][4];
-    tile::clear(acc_s);
-    tile::gemm_xyt<Element>(acc_s, q_operand,
-                            tile::Operand<kHeadDim>::cols_first(sK_stage, lane));
-    transform.apply(acc_s);
     const int n0 = n_block * kBlockN;
-    if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
-      apply_mask(acc_s, band, m0 + warp_row, n0, lane);
+    if (!band.hides(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
+      float acc_s[kMTiles][kBlockN / 8][4];
+      tile::clear(acc_s);
+      tile::gemm_xyt<Element>(acc_s, q_operand,
+                              tile::Operand<kHeadDim>::cols_first(sK_stage, lane));
+      transform.apply(acc_s);
+      if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
+        apply_mask(acc_s, band, m0 + warp_row, n0, lane);
+      }
+      // acc_s becomes P, times the derivative of the softcap where there is one.
+      const auto form_p = [&](auto&& finish) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+          for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float logit = acc_s[m][j][e];
+              acc_s[m][j][e] = finish(transform.probability(logit, lse_log2[m][e >> 1]), logit);
+            }
+      };
+      if (transform.softcap > 0.0f) {
+        form_p([&](float p, float logit) { return transform.softcap_d_logit(p, logit); });
+      } else {
+        form_p([](float p, float) { return p; });
+      }
+      float acc_dp[kMTiles][kBlockN / 8][4];
+      tile::clear(acc_dp);
+      tile::gemm_xyt<Element>(acc_dp, do_operand,
+                              tile::Operand<kHeadDim>::cols_first(sV_stage, lane));
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc_s[m][j][e] *= acc_dp[m][j][e] - delta[m][e >> 1];
+      tile::gemm_wz<Element>(acc_dq, acc_s, tile::Operand<kHeadDim>::rows_first(sK_stage, lane));
     }
-    float acc_dp[kMTiles][kBlockN / 8][4];
-    tile::clear(acc_dp);
-    tile::gemm_xyt<Element>(acc_dp, do_operand,
-                            tile::Operand<kHeadDim>::cols_first(sV_stage, lane));
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int j = 0; j < kBlockN / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float p = transform.probability(acc_s[m][j][e], lse_log2[m][e >> 1]);
-          acc_s[m][j][e] = transform.d_logit(p, acc_s[m][j][e]) *
-                           (acc_dp[m][j][e] - delta[m][e >> 1]);
-        }
-    tile::gemm_wz<Element>(acc_dq, acc_s, tile::Operand<kHeadDim>::rows_first(sK_stage, lane));
     if constexpr (Config::kStages == 2) {
       stage ^= 1;
     } else {
@@ -167,14 +182,11 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     }
   }
 
-  float factor[kMTiles][2];
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m) factor[m][0] = factor[m][1] = transform.softmax_scale;
   Element* gDq = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, batch_idx,
                           side_q.start + m0 + warp_row, head_idx);
-  tile::store_rows<Element, kMTiles, kHeadDim>(acc_dq, factor, sQ + warp_offset, gDq,
-                                               params.dq_strides.row, valid_rows, params.head_dim,
-                                               lane);
+  tile::store_rows<Element, kMTiles, kHeadDim>(acc_dq, transform.softmax_scale, sQ + warp_offset,
+                                               gDq, params.dq_strides.row, valid_rows,
+                                               params.head_dim, lane);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -25,12 +25,13 @@ cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 
 template <typename Element, std::size_t kRow>
 using BwdDqConfigRow =
-    BwdDqConfig<Element, kBwdDqTiles[kRow].bucket, kBwdDqTiles[kRow].block_m, kBwdDqTiles[kRow].block_n,
-                kBwdDqTiles[kRow].num_warps, kBwdDqTiles[kRow].stages>;
+    BwdDqConfig<Element, kBwdDqTiles[kRow].bucket, kBwdDqTiles[kRow].block_m,
+                kBwdDqTiles[kRow].block_n, kBwdDqTiles[kRow].num_warps, kBwdDqTiles[kRow].stages>;
 
 // Runs `tile`, a row of kBwdDqTiles with this bucket; no other row is instantiated.
 template <int kBucket, std::size_t kRow = 0>
-cudaError_t launch_bwd_dq_bucket(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream) {
+cudaError_t launch_bwd_dq_bucket(const BwdParams& params, const BwdDqTile& tile,
+                                 cudaStream_t stream) {
   if constexpr (kRow == std::size(kBwdDqTiles)) {
     return cudaErrorInvalidValue;
   } else {

@@ -49,6 +49,7 @@ struct FwdConfig {
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads)
     flash_fwd_sm80_kernel(const __grid_constant__ FwdParams params,
+                          const __grid_constant__ ScoreTransform transform,
                           const __grid_constant__ TileOrder order) {
   using Element = typename Config::Element;
   constexpr int kMTiles = Config::kMTiles, kHeadDim = Config::kHeadDim;
@@ -92,9 +93,8 @@ __global__ void __launch_bounds__(Config::kNumThreads)
                   params.v_strides.row, side_k.length - n0);
   };
 
-  const auto q_operand = tile::Operand<kHeadDim>::rows_first(
-      sQ + warp_row * Config::Layout::kPitchBytes, lane);
-  const ScoreTransform transform(params);
+  const auto q_operand =
+      tile::Operand<kHeadDim>::rows_first(sQ + warp_row * Config::Layout::kPitchBytes, lane);
   OnlineSoftmax<kMTiles> softmax;
   float acc_o[kMTiles][kHeadDim / 8][4];
   tile::clear(acc_o);
@@ -122,11 +122,15 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     }
     ptx::cp_async_commit_group();
 
+    const int n0 = n_block * kBlockN;
+    const bool hidden = band.hides(m0 + warp_row, 16 * kMTiles, n0, kBlockN);
     float acc_s[kMTiles][kBlockN / 8][4];
-    tile::clear(acc_s);
-    tile::gemm_xyt<Element>(acc_s, q_operand,
-                            tile::Operand<kHeadDim>::cols_first(
-                                sK + stage * Config::kKvTileBytes, lane));
+    if (!hidden) {
+      tile::clear(acc_s);
+      tile::gemm_xyt<Element>(
+          acc_s, q_operand,
+          tile::Operand<kHeadDim>::cols_first(sK + stage * Config::kKvTileBytes, lane));
+    }
 
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait_group<0>();
@@ -135,15 +139,16 @@ __global__ void __launch_bounds__(Config::kNumThreads)
       ptx::cp_async_commit_group();
     }
 
-    transform.apply(acc_s);
-    const int n0 = n_block * kBlockN;
-    if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
-      apply_mask(acc_s, band, m0 + warp_row, n0, lane);
+    if (!hidden) {
+      transform.apply(acc_s);
+      if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
+        apply_mask(acc_s, band, m0 + warp_row, n0, lane);
+      }
+      softmax.step(acc_s, acc_o, transform.log2_scale);
+      tile::gemm_wz<Element>(
+          acc_o, acc_s,
+          tile::Operand<kHeadDim>::rows_first(sV + stage * Config::kKvTileBytes, lane));
     }
-    softmax.step(acc_s, acc_o, transform.log2_scale);
-    tile::gemm_wz<Element>(acc_o, acc_s,
-                           tile::Operand<kHeadDim>::rows_first(
-                               sV + stage * Config::kKvTileBytes, lane));
     if constexpr (Config::kStages == 2) stage ^= 1;
   }
 

@@ -16,36 +16,54 @@ cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& til
 
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, cudaStream_t stream) {
   switch (tile.bucket) {
-    case 32: return launch_fwd_bucket<32>(params, tile, stream);
-    case 64: return launch_fwd_bucket<64>(params, tile, stream);
-    case 96: return launch_fwd_bucket<96>(params, tile, stream);
-    case 128: return launch_fwd_bucket<128>(params, tile, stream);
-    case 192: return launch_fwd_bucket<192>(params, tile, stream);
-    case 256: return launch_fwd_bucket<256>(params, tile, stream);
+    case 32:
+      return launch_fwd_bucket<32>(params, tile, stream);
+    case 64:
+      return launch_fwd_bucket<64>(params, tile, stream);
+    case 96:
+      return launch_fwd_bucket<96>(params, tile, stream);
+    case 128:
+      return launch_fwd_bucket<128>(params, tile, stream);
+    case 192:
+      return launch_fwd_bucket<192>(params, tile, stream);
+    case 256:
+      return launch_fwd_bucket<256>(params, tile, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 cudaError_t run_bwd_dq(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream) {
   switch (tile.bucket) {
-    case 32: return launch_bwd_dq_bucket<32>(params, tile, stream);
-    case 64: return launch_bwd_dq_bucket<64>(params, tile, stream);
-    case 96: return launch_bwd_dq_bucket<96>(params, tile, stream);
-    case 128: return launch_bwd_dq_bucket<128>(params, tile, stream);
-    case 192: return launch_bwd_dq_bucket<192>(params, tile, stream);
-    case 256: return launch_bwd_dq_bucket<256>(params, tile, stream);
+    case 32:
+      return launch_bwd_dq_bucket<32>(params, tile, stream);
+    case 64:
+      return launch_bwd_dq_bucket<64>(params, tile, stream);
+    case 96:
+      return launch_bwd_dq_bucket<96>(params, tile, stream);
+    case 128:
+      return launch_bwd_dq_bucket<128>(params, tile, stream);
+    case 192:
+      return launch_bwd_dq_bucket<192>(params, tile, stream);
+    case 256:
+      return launch_bwd_dq_bucket<256>(params, tile, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 cudaError_t run_bwd_dkv(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream) {
   switch (tile.bucket) {
-    case 32: return launch_bwd_dkv_bucket<32>(params, tile, stream);
-    case 64: return launch_bwd_dkv_bucket<64>(params, tile, stream);
-    case 96: return launch_bwd_dkv_bucket<96>(params, tile, stream);
-    case 128: return launch_bwd_dkv_bucket<128>(params, tile, stream);
-    case 192: return launch_bwd_dkv_bucket<192>(params, tile, stream);
-    case 256: return launch_bwd_dkv_bucket<256>(params, tile, stream);
+    case 32:
+      return launch_bwd_dkv_bucket<32>(params, tile, stream);
+    case 64:
+      return launch_bwd_dkv_bucket<64>(params, tile, stream);
+    case 96:
+      return launch_bwd_dkv_bucket<96>(params, tile, stream);
+    case 128:
+      return launch_bwd_dkv_bucket<128>(params, tile, stream);
+    case 192:
+      return launch_bwd_dkv_bucket<192>(params, tile, stream);
+    case 256:
+      return launch_bwd_dkv_bucket<256>(params, tile, stream);
   }
   return cudaErrorInvalidValue;
 }

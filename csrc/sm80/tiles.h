@@ -22,27 +22,26 @@ struct TileShape {
   int32_t block_m;         // Br: query rows
   int32_t block_n;         // Bc: keys
   int32_t num_warps;
-  int32_t stages;  // streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step)
+  int32_t
+      stages;  // streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step)
 
   constexpr bool operator==(const TileShape& other) const {
     return bucket == other.bucket && min_smem_bytes == other.min_smem_bytes &&
-           block_m == other.block_m && block_n == other.block_n &&
-           num_warps == other.num_warps && stages == other.stages;
+           block_m == other.block_m && block_n == other.block_n && num_warps == other.num_warps &&
+           stages == other.stages;
   }
 };
 
 // Forward: one CTA per (query block, head), looping over key blocks.
 struct FwdTile : TileShape {
   // Q, then `stages` tiles each of K and V.
-  constexpr int32_t smem_bytes() const {
-    return 2 * bucket * (block_m + 2 * stages * block_n);
-  }
+  constexpr int32_t smem_bytes() const { return 2 * bucket * (block_m + 2 * stages * block_n); }
 };
 
 inline constexpr FwdTile kFwdTiles[] = {
-    {32, kSmem99, 128, 64, 4, 2},   //
-    {64, kSmem99, 128, 64, 4, 2},   //
-    {96, kSmem99, 128, 64, 4, 2},   //
+    {32, kSmem99, 128, 64, 4, 2},  //
+    {64, kSmem99, 128, 64, 4, 2},  //
+    {96, kSmem99, 128, 64, 4, 2},  //
     {128, kSmem227, 128, 64, 4, 2}, {128, kSmem163, 128, 64, 4, 1}, {128, kSmem99, 64, 64, 4, 1},
     {192, kSmem163, 128, 64, 8, 2}, {192, kSmem99, 128, 64, 8, 1},  //
     {256, kSmem227, 128, 64, 8, 2}, {256, kSmem163, 128, 64, 8, 1}, {256, kSmem99, 64, 64, 4, 1},
@@ -51,35 +50,37 @@ inline constexpr FwdTile kFwdTiles[] = {
 // dQ kernel: one CTA per (query block, head), looping over key blocks.
 struct BwdDqTile : TileShape {
   // Q and dO, then `stages` tiles each of K and V.
-  constexpr int32_t smem_bytes() const {
-    return 2 * bucket * (2 * block_m + 2 * stages * block_n);
-  }
+  constexpr int32_t smem_bytes() const { return 2 * bucket * (2 * block_m + 2 * stages * block_n); }
 };
 
 inline constexpr BwdDqTile kBwdDqTiles[] = {
-    {32, kSmem99, 128, 64, 4, 2},    //
-    {64, kSmem99, 128, 64, 4, 2},    //
-    {96, kSmem99, 128, 32, 4, 2},    //
-    {128, kSmem99, 128, 32, 4, 2},   //
+    {32, kSmem99, 128, 64, 4, 2},                                  //
+    {64, kSmem99, 128, 64, 4, 2},                                  //
+    {96, kSmem99, 128, 32, 4, 2},                                  //
+    {128, kSmem99, 128, 32, 4, 2},                                 //
     {192, kSmem163, 128, 64, 8, 1}, {192, kSmem99, 64, 64, 4, 1},  //
     {256, kSmem227, 128, 64, 8, 1}, {256, kSmem99, 64, 32, 4, 1},
 };
 
 // dK/dV kernel: one CTA per (key block, KV head), looping over the group's query heads and blocks.
-// Half of the warps form P and dV, the other half dS and dK (`bwd_dkv_kernel.cuh`).
+// Up to this head dim a warp's registers hold dK and dV of 32 keys; above, pairs of warps share
+// keys and hand P over through shared memory (bwd_dkv_warp.cuh).
+constexpr bool pairs_warps(int32_t bucket) { return bucket > 64; }
+
 struct BwdDkvTile : TileShape {
-  // K and V, `stages` tiles each of Q and dO, P in fp32, and `stages` rows of lse and delta.
+  // K and V, `stages` tiles each of Q and dO, P in fp32 for pairs, and `stages` rows of lse and
+  // delta.
   constexpr int32_t smem_bytes() const {
-    return 2 * bucket * (2 * block_n + 2 * stages * block_m) + 4 * block_m * block_n +
-           2 * 4 * stages * block_m;
+    return 2 * bucket * (2 * block_n + 2 * stages * block_m) +
+           (pairs_warps(bucket) ? 4 * block_m * block_n : 0) + 2 * 4 * stages * block_m;
   }
 };
 
 inline constexpr BwdDkvTile kBwdDkvTiles[] = {
-    {32, kSmem99, 64, 64, 4, 2},    //
-    {64, kSmem99, 64, 64, 4, 2},    //
-    {96, kSmem99, 64, 64, 4, 1},    //
-    {128, kSmem227, 64, 64, 4, 2}, {128, kSmem99, 64, 64, 4, 1},   //
+    {32, kSmem99, 64, 128, 4, 2},                                 //
+    {64, kSmem99, 32, 128, 4, 2},                                 //
+    {96, kSmem99, 64, 64, 4, 2},                                  //
+    {128, kSmem227, 64, 64, 4, 2}, {128, kSmem99, 64, 64, 4, 1},  //
     {192, kSmem163, 64, 64, 8, 2}, {192, kSmem99, 32, 32, 4, 2},  //
     {256, kSmem227, 64, 64, 8, 2}, {256, kSmem99, 32, 32, 4, 1},
 };

@@ -26,9 +26,9 @@ struct MergeParams {
   const float* lse_b = nullptr;
   void* out = nullptr;
   float* lse = nullptr;
-  int32_t batch = 0;       // 1 in varlen
+  int32_t batch = 0;  // 1 in varlen
   int32_t num_heads = 0;
-  int64_t seqlen = 0;      // rows per batch entry; total_q in varlen
+  int64_t seqlen = 0;  // rows per batch entry; total_q in varlen
   int32_t head_dim_v = 0;
   Dtype dtype = Dtype::kBFloat16;
 };

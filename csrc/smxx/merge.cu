@@ -61,13 +61,12 @@ __global__ void __launch_bounds__(kNumThreads)
 }  // namespace
 
 cudaError_t run_merge(const MergeParams& p, cudaStream_t stream) {
-  const int64_t count =
-      static_cast<int64_t>(p.batch) * p.seqlen * p.num_heads * (p.head_dim_v / 8);
+  const int64_t count = static_cast<int64_t>(p.batch) * p.seqlen * p.num_heads * (p.head_dim_v / 8);
   if (count == 0) return cudaSuccess;
   constexpr int64_t kMaxCtas = 1 << 16;
   const int64_t ctas = (count + kNumThreads - 1) / kNumThreads;
-  auto* kernel = p.dtype == Dtype::kBFloat16 ? flash_merge_kernel<__nv_bfloat16>
-                                             : flash_merge_kernel<__half>;
+  auto* kernel =
+      p.dtype == Dtype::kBFloat16 ? flash_merge_kernel<__nv_bfloat16> : flash_merge_kernel<__half>;
   kernel<<<static_cast<uint32_t>(ctas < kMaxCtas ? ctas : kMaxCtas), kNumThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

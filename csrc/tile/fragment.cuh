@@ -42,6 +42,11 @@ struct Operand {
     return (lane_addr ^ ((piece & (kGroup - 1)) << 4)) + (piece / kGroup) * (kGroup * 16) +
            row * Layout::kPitchBytes;
   }
+
+  // The view that starts `rows` (divisible by 8) further down.
+  __device__ __forceinline__ Operand advance_rows(int rows) const {
+    return {lane_addr + rows * Layout::kPitchBytes};
+  }
 };
 
 // A fragment (16 x 16) from accumulator tiles 2*kk and 2*kk + 1.
@@ -54,14 +59,31 @@ __device__ __forceinline__ void pack_a_fragment(uint32_t (&a)[4], const float (&
   a[3] = ptx::pack_x2<Element>(acc[2 * kk + 1][2], acc[2 * kk + 1][3]);
 }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+// All A fragments of an accumulator.
+template <typename Element, int kMTiles, int kNTiles>
+__device__ __forceinline__ void pack_a_fragments(uint32_t (&a)[kMTiles][kNTiles / 2][4],
+                                                 const float (&acc)[kMTiles][kNTiles][4]) {
+  static_assert(kNTiles % 2 == 0, "one A fragment covers two 8-column tiles");
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int kk = 0; kk < kNTiles / 2; ++kk) pack_a_fragment<Element>(a[m][kk], acc[m], kk);
+}
+
+// acc = f(acc), element by element.
+template <int kMTiles, int kNTiles, typename Function>
+__device__ __forceinline__ void transform(float (&acc)[kMTiles][kNTiles][4], const Function& f) {
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) acc[m][j][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) acc[m][j][e] = f(acc[m][j][e]);
+}
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+  transform(acc, [](float) { return 0.0f; });
 }
 
 }  // namespace flashattn_ext::tile

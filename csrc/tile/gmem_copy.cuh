@@ -81,4 +81,16 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kMTiles][kCols / 8
   }
 }
 
+// The same with one factor for all rows.
+template <typename Element, int kMTiles, int kCols>
+__device__ __forceinline__ void store_rows(const float (&acc)[kMTiles][kCols / 8][4], float factor,
+                                           uint32_t smem_rows, Element* gmem, int64_t row_stride,
+                                           int valid_rows, int valid_cols, int lane) {
+  float factors[kMTiles][2];
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) factors[m][0] = factors[m][1] = factor;
+  store_rows<Element, kMTiles, kCols>(acc, factors, smem_rows, gmem, row_stride, valid_rows,
+                                      valid_cols, lane);
+}
+
 }  // namespace flashattn_ext::tile
