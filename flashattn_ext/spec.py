@@ -310,10 +310,3 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out = torch.where(per_row(lse_b) == -math.inf, a, out)
     out = torch.where(per_row(lse_a) == -math.inf, b, out)
     return out.to(out_a.dtype), lse
-
-
-def register() -> None:
-    """Makes these functions the CPU kernels of torch.ops.flashattn_ext.*, which must be defined."""
-    from . import spec_ops
-
-    spec_ops.register()
