@@ -266,9 +266,9 @@ def native_device(facts: DeviceFacts) -> Any:
 
 def as_meta(x: Tensor | Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor without data of the shape and strides of `x`, which may be just a shape."""
-    return x.detach().to("meta") if isinstance(x, Tensor) else torch.empty(
-        tuple(x), dtype=dtype, device="meta"
-    )  # fmt: skip
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch.empty(tuple(x), dtype=dtype, device="meta")
 
 
 def check(tensors: list[Tensor], lengths: tuple, options: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def check(tensors: list[Tensor], lengths: tuple, options: dict[str, Any]) -> Non
     ops = torch.ops.flashattn_ext
     op = ops.varlen_fwd.default if lengths else ops.fwd.default
     meta = {
-        name: value.detach().to("meta") if isinstance(value, Tensor) else value
+        name: as_meta(value, value.dtype) if isinstance(value, Tensor) else value
         for name, value in options.items()
         if name != "plan"  # an unknown name is part of the explanation
     }

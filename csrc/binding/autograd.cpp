@@ -198,7 +198,7 @@ FwdResult fwd_autograd(const FwdArgs& args) {
 struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   static variable_list forward(AutogradContext*, const Tensor& /*dout*/, const OptTensor& /*dlse*/,
                                const Tensor& /*q*/, const Tensor& /*k*/, const Tensor& /*v*/,
-                               const BwdArgs& args) {
+                               const Tensor& /*out*/, const BwdArgs& args) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const auto [dq, dk, dv, dbias, dslopes, drel_bias, dsink] = call_bwd(args);
     return {dq, dk, dv, dbias, dslopes, drel_bias, dsink};
@@ -215,14 +215,16 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
 };
 
 BwdResult bwd_autograd(const BwdArgs& args) {
+  // out, saved from the forward, needs a gradient where any input of the forward does.
   const bool differentiable = needs_grad(args.dout) || needs_grad(args.dlse) ||
-                              needs_grad(args.q) || needs_grad(args.k) || needs_grad(args.v);
+                              needs_grad(args.q) || needs_grad(args.k) || needs_grad(args.v) ||
+                              needs_grad(args.out);
   if (!c10::GradMode::is_enabled() || !differentiable) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_bwd(args);
   }
   const variable_list grads =
-      NoDoubleBackward::apply(args.dout, args.dlse, args.q, args.k, args.v, args);
+      NoDoubleBackward::apply(args.dout, args.dlse, args.q, args.k, args.v, args.out, args);
   return {grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]};
 }
 
