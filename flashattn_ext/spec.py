@@ -1,8 +1,10 @@
 """Exact attention, tile by tile: the executable specification of flashattn_ext.
 
 This file says what every operation of the library computes, in plain torch. It is what runs on the
-CPU, and what the CUDA kernels are compared with. Read it top to bottom: the options, the score of
-one tile, the forward, the backward, packed sequences, merging.
+CPU, and what the CUDA kernels are compared with. Here are the two loops over tiles, forward and
+backward, and the merging of results; beside it `spec_scores.py` defines the options and the score
+of one tile, `dropout.py` the dropout mask, `spec_varlen.py` packed sequences, and `spec_ops.py`
+puts them behind the ops.
 
 **The problem.** For one head with N queries and N keys of length d, attention is
 
@@ -41,8 +43,8 @@ gradient of O, and dLSE that of LSE where somebody uses it (FlashAttention-2, al
 delta is the derivative of the division by l, written with what is at hand: rowsum(P * dP) equals
 rowsum(dO * O). Each key block makes one pass over the query blocks that see it.
 
-**The order of the options**, in both directions: scale, softcap, biases, masks, softmax (with the
-sink), dropout. `Options` says what each means, `Scores` computes them.
+**The order of the options**: scale, softcap, biases, masks, softmax (with the sink), dropout; the
+backward goes through them the other way. `Options` says what each means, `Scores` computes them.
 
 **Precision.** fp64 inputs are computed in fp64, all others in fp32; LSE has that type too, outputs
 and gradients the type of their input. **Layouts** are the library's: q (B, Sq, Hq, D),
@@ -55,7 +57,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -114,9 +116,9 @@ def initial_state(scores: Scores, rows: int, head_dim_v: int) -> State:
     """Nothing seen: m = -inf, l = 0, O = 0. A sink is a key seen before all: m = sink, l = 1."""
     shape = (scores.batch, scores.heads_q, rows, 1)
     O = torch.zeros((*shape[:3], head_dim_v), dtype=scores.dtype, device=scores.device)
-    if scores.options.sink is None:
+    if scores.sink is None:
         return State(torch.full_like(O[..., :1], -math.inf), torch.zeros_like(O[..., :1]), O)
-    m = scores.options.sink.to(scores.dtype).view(1, -1, 1, 1).expand(shape)
+    m = scores.sink.expand(shape)
     return State(m, (m > -math.inf).to(scores.dtype), O)
 
 
@@ -188,7 +190,7 @@ def attention_backward(
     lse: Tensor,
     options: Options = NO_OPTIONS,
     *,
-    wanted: Iterable[str] = (),
+    wanted: Collection[str] = (),
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Gradients:
@@ -197,24 +199,16 @@ def attention_backward(
     dlse:   gradient of LSE, or None.
     wanted: which of "bias", "alibi_slopes", "rel_bias", "sink" get a gradient too.
     """
-    wanted = set(wanted)
-    scores = Scores(q, k, options, wanted - {"sink"})
+    scores = Scores(q, k, options, [name for name in wanted if name != "sink"])
     Br, Bc = block_sizes(scores, block_q, block_k)
     if wanted and out.dtype != scores.dtype:
         # A gradient that sums dS over whole rows meets terms that nearly cancel, but the rounding
         # of a 16-bit out, one number per row through delta, does not: take O before rounding.
-        wide = (x.to(scores.dtype) for x in (q, k, v))
-        out, _ = attention_forward(*wide, options, block_q=block_q, block_k=block_k)
-    Q, K, V, dO = (heads_first(x, scores.dtype) for x in (q, k, v, dout))
+        q32, k32, v32 = (x.to(scores.dtype) for x in (q, k, v))
+        out, _ = attention_forward(q32, k32, v32, options, block_q=block_q, block_k=block_k)
+    Q, K, V = (heads_first(x, scores.dtype) for x in (q, k, v))
     Q = Q * scores.scale
-
-    # delta, and L = LSE, as columns (B, Hq, Sq, 1). An empty row takes no part: P = exp(-inf - 0).
-    empty = (lse == -math.inf).unsqueeze(-1)
-    dO = dO.masked_fill(empty, 0.0)
-    delta = (dO * heads_first(out, scores.dtype)).sum(dim=-1, keepdim=True)
-    if dlse is not None:
-        delta = delta - dlse.to(scores.dtype).unsqueeze(-1).masked_fill(empty, 0.0)
-    L = lse.to(scores.dtype).unsqueeze(-1).masked_fill(empty, 0.0)
+    dO, delta, L = row_terms(scores, dout, dlse, out, lse)
     correction = coarse_correction(scores, Q, K, L, Br, Bc)
 
     dQ = torch.zeros_like(Q)
@@ -243,23 +237,40 @@ def attention_backward(
             dK_j += sum_over_queries(dS, Q_i, k.shape[2])  # Q_i carries the scale
         dk[:, cols] = dK_j.transpose(1, 2)
         dv[:, cols] = dV_j.transpose(1, 2)
-
-    if "sink" in wanted:
-        # The sink is a key without a value: dP = 0, so dS = P * (0 - delta), summed over all rows.
-        P = sink_probability(scores, L)
-        P = P if correction is None else P / correction
-        scores.grads["sink"] = -(P * delta).sum(dim=(0, 2, 3))
-
-    def grad(name: str) -> Tensor | None:
-        return scores.grads[name].to(getattr(options, name).dtype) if name in wanted else None
-
     dq = (dQ * scores.scale).transpose(1, 2).to(q.dtype).contiguous()
-    return Gradients(dq, dk, dv, grad("bias"), grad("alibi_slopes"), grad("rel_bias"), grad("sink"))
+
+    grads = scores.grads
+    if scores.sink is not None and "sink" in wanted:
+        # The sink is a key without a value: dP = 0, so dS = P * (0 - delta), summed over all rows.
+        P = sink_probability(scores.sink, L)
+        P = P if correction is None else P / correction
+        grads["sink"] = -(P * delta).sum(dim=(0, 2, 3))
+    rounded = {name: grad.to(getattr(options, name).dtype) for name, grad in grads.items()}
+    return Gradients(
+        dq, dk, dv, *(rounded.get(name) for name in ("bias", "alibi_slopes", "rel_bias", "sink"))
+    )
 
 
-def sink_probability(scores: Scores, L: Tensor) -> Tensor:
-    """exp(sink - LSE), (B, Hq, Sq, 1)."""
-    return torch.exp(scores.options.sink.to(scores.dtype).view(1, -1, 1, 1) - L)
+def row_terms(
+    scores: Scores, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dO (B, Hq, Sq, Dv), delta and L = LSE (B, Hq, Sq, 1), in the accumulation type.
+
+    An empty row takes no part, whatever its dout and dlse hold: all three are 0 there, and
+    P = exp(-inf - 0) = 0.
+    """
+    empty = (lse == -math.inf).unsqueeze(-1)
+    L = lse.to(scores.dtype).unsqueeze(-1).masked_fill(empty, 0.0)
+    dO = heads_first(dout, scores.dtype).masked_fill(empty, 0.0)
+    delta = (dO * heads_first(out, scores.dtype)).sum(dim=-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(scores.dtype).unsqueeze(-1).masked_fill(empty, 0.0)
+    return dO, delta, L
+
+
+def sink_probability(sink: Tensor, L: Tensor) -> Tensor:
+    """exp(sink - LSE), (B, Hq, Sq, 1): the share of the row that went to the sink."""
+    return torch.exp(sink - L)
 
 
 def coarse_correction(
@@ -275,8 +286,8 @@ def coarse_correction(
     if not coarse.any():
         return None
     total = torch.zeros_like(L)
-    if scores.options.sink is not None:
-        total += sink_probability(scores, L)
+    if scores.sink is not None:
+        total += sink_probability(scores.sink, L)
     for rows in blocks(0, scores.seqlen_q, Br):
         if coarse[:, :, rows].any():
             for cols in blocks(*scores.keys_of(rows), Bc):

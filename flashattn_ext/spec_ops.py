@@ -7,7 +7,7 @@ of the specification are then copied into them.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -66,18 +66,27 @@ def bwd(dout, dlse, q, k, v, out, lse, wanted=(), **arguments):
     return grads
 
 
-# What the varlen kernels need from their keyword arguments beyond the options.
-VARLEN_NAMES = ("key_bias", "seqused_q", "seqused_k")
+# The varlen ops have the bias's place for a bias per key; from here on it is the bias.
+
+
+def packed_options_of(arguments: dict) -> Options:
+    return replace(options_of(arguments), bias=arguments.get("key_bias"))
+
+
+def packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments: dict):
+    used = arguments.get("seqused_q"), arguments.get("seqused_k")
+    return spec_varlen.Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *used)
 
 
 def varlen_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **arguments):
-    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    inputs = (q, k, v)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse, rng_state = outputs_of(
-        torch.ops.flashattn_ext.varlen_fwd, *inputs, max_seqlen_q, max_seqlen_k, **arguments
+        torch.ops.flashattn_ext.varlen_fwd, *inputs, *lengths, **arguments
     )
     take_rng_state(arguments, rng_state)
-    lengths = {name: arguments.get(name) for name in VARLEN_NAMES}
-    fill((out, lse), spec_varlen.varlen_forward(*inputs, options_of(arguments), **lengths))
+    options, packing = packed_options_of(arguments), packing_of(*lengths, arguments)
+    fill((out, lse), spec_varlen.varlen_forward(*inputs, packing, options))
     return out, lse, rng_state
 
 
@@ -96,21 +105,13 @@ def varlen_bwd(
     wanted=(),
     **arguments,
 ):
-    inputs = (dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    inputs = (dout, dlse, q, k, v, out, lse)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = {"wanted": wanted} if wanted else {}
-    grads = outputs_of(
-        torch.ops.flashattn_ext.varlen_bwd,
-        *inputs,
-        max_seqlen_q,
-        max_seqlen_k,
-        **arguments,
-        **asked,
-    )
-    lengths = {name: arguments.get(name) for name in VARLEN_NAMES}
-    results = spec_varlen.varlen_backward(
-        *inputs, options_of(arguments), wanted=wanted_names(wanted), **lengths
-    )
-    fill(grads, results)
+    grads = outputs_of(torch.ops.flashattn_ext.varlen_bwd, *inputs, *lengths, **arguments, **asked)
+    options, packing = packed_options_of(arguments), packing_of(*lengths, arguments)
+    names = wanted_names(wanted)
+    fill(grads, spec_varlen.varlen_backward(*inputs, packing, options, wanted=names))
     return grads
 
 

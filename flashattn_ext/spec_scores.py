@@ -39,7 +39,7 @@ class Options:
     # Query i sees key j only if -window_left <= r <= window_right; -1 = unlimited.
     window_left: int = -1
     window_right: int = -1
-    # Added to the score; broadcastable to (B, Hq, Sq, Sk). Float, any dtype.
+    # Added to the score; broadcastable to (B, Hq, Sq, Sk). Float, any dtype. Packed: per key.
     bias: Tensor | None = None
     # True = may attend; broadcastable to (B, Hq, Sq, Sk). Bool.
     mask: Tensor | None = None
@@ -105,9 +105,8 @@ def tile_of(x: Tensor, rows: slice, cols: slice) -> Tensor:
 class Scores:
     """From Q_i and K_j to the logits of a tile, and from dS_ij back to the options' gradients.
 
-    Forward and backward both ask this class, so that a tile of the backward is bit for bit the
-    tile of the forward. `wanted` names the options whose gradients `backward` accumulates, in the
-    accumulation type, in `self.grads`.
+    Forward and backward both ask this class: an option is defined once. `wanted` names the options
+    whose gradients `backward` accumulates, in the accumulation type, in `self.grads`.
     """
 
     def __init__(self, q: Tensor, k: Tensor, options: Options, wanted: Iterable[str] = ()):
@@ -125,10 +124,16 @@ class Scores:
         self.right = options.window_right if options.window_right >= 0 else unlimited
         if options.causal:
             self.right = 0
-        self.slopes = None
+        # The per-head options in the accumulation type, shaped to meet a (B, Hq, Br, Bc) tile.
+        self.slopes: Tensor | None = None
+        self.sink: Tensor | None = None
+        self.rel_bias: Tensor | None = None
         if options.alibi_slopes is not None:
-            slopes = options.alibi_slopes.to(self.dtype)
-            self.slopes = slopes.view(-1, self.heads_q, 1, 1)
+            self.slopes = options.alibi_slopes.to(self.dtype).view(-1, self.heads_q, 1, 1)
+        if options.sink is not None:
+            self.sink = options.sink.to(self.dtype).view(1, self.heads_q, 1, 1)
+        if options.rel_bias is not None:
+            self.rel_bias = options.rel_bias.to(self.dtype)
         if options.dropout_p > 0 and options.rng_state is None:
             raise ValueError("dropout_p > 0 needs rng_state: a uint64 tensor of (seed, offset)")
         self.grads = {
@@ -136,7 +141,8 @@ class Scores:
             for name in wanted
         }
 
-    # Which keys a block of queries can see at all, and the reverse: everything outside is skipped.
+    # The first and one-past-last key that causal and window let a block of queries see, and the
+    # reverse. Blocks outside are never visited.
 
     def keys_of(self, rows: slice) -> tuple[int, int]:
         first = rows.start + self.off - self.left
@@ -165,15 +171,22 @@ class Scores:
         if self.options.mask is not None:
             conditions.append(tile_of(as_4d(self.options.mask), rows, cols))
         if self.options.block_mask is not None:
-            i = torch.arange(rows.start, rows.stop, device=self.device) // BLOCK_MASK_TILE
-            j = torch.arange(cols.start, cols.stop, device=self.device) // BLOCK_MASK_TILE
-            conditions.append(self.options.block_mask[:, :, i][:, :, :, j])
+            conditions.append(self.block_mask_tile(as_4d(self.options.block_mask), rows, cols))
         visible = None
         for condition in conditions:
             visible = condition if visible is None else visible & condition
         return visible
 
-    def logits(self, Q_i: Tensor, K_j: Tensor, rows: slice, cols: slice):
+    def block_mask_tile(self, block_mask: Tensor, rows: slice, cols: slice) -> Tensor:
+        """The block mask at every pair of a tile, broadcastable to (B, Hq, Br, Bc)."""
+        i = torch.arange(rows.start, rows.stop, device=self.device) // BLOCK_MASK_TILE
+        j = torch.arange(cols.start, cols.stop, device=self.device) // BLOCK_MASK_TILE
+        last_i, last_j = block_mask.shape[2] - 1, block_mask.shape[3] - 1  # 0 where it broadcasts
+        return block_mask[:, :, i.clamp(max=last_i)][:, :, :, j.clamp(max=last_j)]
+
+    def logits(
+        self, Q_i: Tensor, K_j: Tensor, rows: slice, cols: slice
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The tile S_ij (B, Hq, Br, Bc) with everything applied, -inf where a pair may not attend.
 
         Q_i is already scaled. Also returns the softcap's derivative (None without softcap).
@@ -192,33 +205,33 @@ class Scores:
             S = S + tile_of(as_4d(self.options.bias), rows, cols).to(self.dtype)
         if self.slopes is not None:
             S = S - self.slopes * self.relative_position(rows, cols).abs()
-        if self.options.rel_bias is not None:
-            S = S + self.options.rel_bias.to(self.dtype)[:, self.rel_bias_index(rows, cols)]
+        if self.rel_bias is not None:
+            S = S + self.rel_bias[:, self.rel_bias_index(self.rel_bias, rows, cols)]
         if visible is not None:
             S = S.masked_fill(~visible, -math.inf)
         return S, slope
 
-    def rel_bias_index(self, rows: slice, cols: slice) -> Tensor:
-        """R + clamp(r, -R, R), (Br, Bc)."""
-        reach = self.options.rel_bias.shape[1] // 2
+    def rel_bias_index(self, table: Tensor, rows: slice, cols: slice) -> Tensor:
+        """R + clamp(r, -R, R), (Br, Bc): the column of the table that each pair reads."""
+        reach = table.shape[1] // 2
         return reach + self.relative_position(rows, cols).clamp(-reach, reach)
 
     def dropout_factor(self, rows: slice, cols: slice) -> Tensor | None:
         """Z_ij: 0 where P is dropped, 1 / (keep rate) where it is kept; None without dropout."""
-        p = self.options.dropout_p
-        if p <= 0:
+        p, rng_state = self.options.dropout_p, self.options.rng_state
+        if p <= 0 or rng_state is None:
             return None
-        batch_heads = torch.arange(self.batch * self.heads_q, device=self.device)
-        batch_heads = batch_heads + self.options.first_batch * self.heads_q
+        first = self.options.first_batch * self.heads_q
+        batch_heads = torch.arange(first, first + self.batch * self.heads_q, device=self.device)
+        batch_heads = batch_heads.view(self.batch, self.heads_q)
         i = torch.arange(rows.start, rows.stop, device=self.device)
-        keep = keep_tile(
-            self.options.rng_state, p, batch_heads.view(self.batch, self.heads_q), i, cols
-        )
-        return keep.to(self.dtype) * keep_scale(p)
+        return keep_tile(rng_state, p, batch_heads, i, cols).to(self.dtype) * keep_scale(p)
 
     def backward(self, dS: Tensor, rows: slice, cols: slice) -> None:
-        """Adds a tile's share to the wanted gradients. Every bias was added: its gradient is dS,
-        summed over what the bias was broadcast over."""
+        """Adds a tile's share to the wanted gradients.
+
+        What was added to S has dS for its gradient, summed over what it was broadcast over.
+        """
         if "bias" in self.grads:
             tile = tile_of(as_4d(self.grads["bias"]), rows, cols)
             tile += dS.sum_to_size(tile.shape)
@@ -227,5 +240,6 @@ class Scores:
             share = dS.flatten(2) @ distance.flatten()
             self.grads["alibi_slopes"] -= share.sum_to_size(self.grads["alibi_slopes"].shape)
         if "rel_bias" in self.grads:
-            index = self.rel_bias_index(rows, cols).flatten().expand(self.heads_q, -1)
-            self.grads["rel_bias"].scatter_add_(1, index, dS.sum(0).flatten(1))
+            table = self.grads["rel_bias"]
+            index = self.rel_bias_index(table, rows, cols).flatten().expand(self.heads_q, -1)
+            table.scatter_add_(1, index, dS.sum(0).flatten(1))

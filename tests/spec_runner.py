@@ -54,16 +54,16 @@ def run_varlen(
     **options,
 ):
     """`run` for packed sequences; the key bias's gradient is `dkey_bias`."""
-    chosen = spec_options(**options)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-    extra = {"key_bias": key_bias, "seqused_q": seqused_q, "seqused_k": seqused_k}
-    out, lse = spec_varlen.varlen_forward(q, k, v, *cu_seqlens, chosen, **extra)
+    chosen = spec_options(**options, bias=key_bias)
+    longest = [int(x.diff().clamp(min=0).max()) if len(x) > 1 else 0 for x in cu_seqlens]
+    packing = spec_varlen.Packing(*cu_seqlens, *longest, seqused_q, seqused_k)
+    out, lse = spec_varlen.varlen_forward(q, k, v, packing, chosen)
     result = {"out": out, "lse": lse}
     if dout is not None:
-        wanted = [name for name in GRAD_OPTIONS if options.get(name) is not None]
-        wanted += ["bias"] if key_bias is not None else []
+        wanted = [name for name in GRAD_OPTIONS if getattr(chosen, name) is not None]
         grads = spec_varlen.varlen_backward(
-            dout, dlse, q, k, v, out, lse, *cu_seqlens, chosen, wanted=wanted, **extra
+            dout, dlse, q, k, v, out, lse, packing, chosen, wanted=wanted
         )
         result.update(named(grads, ["q", "k", "v", *wanted]))
         if key_bias is not None:

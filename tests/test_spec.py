@@ -155,6 +155,13 @@ def test_block_mask_switches_tiles_of_128():
     block_mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]]).bool().expand(1, 1, 3, 3)
     actual = assert_spec_matches(inputs, {"block_mask": block_mask}, block_q=64, block_k=96)
     assert actual["lse"][:, :, 128:256].eq(-torch.inf).all()
+    fewer_dims = run(*inputs, block_q=64, block_k=96, block_mask=block_mask[0, 0])
+    assert all(torch.equal(fewer_dims[name], actual[name]) for name in actual)
+    rows_alike = run(*inputs, block_mask=torch.tensor([[True, False, True]]))
+    by_pairs = torch.ones(260).bool()
+    by_pairs[128:256] = False
+    for name, expected in run(*inputs, mask=by_pairs).items():
+        assert torch.equal(rows_alike[name], expected)
 
 
 def test_strides_do_not_matter():

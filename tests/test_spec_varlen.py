@@ -7,6 +7,7 @@ import torch
 from spec_runner import RNG_STATE, dlse_of_stored_out, make_inputs, run, run_varlen
 
 from flashattn_ext.dropout import dropout_mask
+from flashattn_ext.spec_varlen import Packing, varlen_forward
 
 NAN, INF = torch.nan, torch.inf
 
@@ -156,6 +157,16 @@ def test_lengths_are_clamped_to_the_tensors():
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     packed["cu_seqlens_q"] = torch.tensor([6, 2, 14]).int()
     assert run_varlen(**packed)["out"].isfinite().all()
+
+
+def test_no_sequence_is_longer_than_max_seqlen():
+    q, k, v, *_ = (x[0] for x in make_inputs(1, 10, 12, 2, 1, 8, 8, torch.float32))
+    cu_seqlens_q, cu_seqlens_k = cumulative([10]), cumulative([12])
+    out, lse = varlen_forward(q, k, v, Packing(cu_seqlens_q, cu_seqlens_k, 7, 5))
+    expected = run(q[None, :7], k[None, :5], v[None, :5])
+    assert torch.equal(out[:7], expected["out"][0])
+    assert not out[7:].any()
+    assert (lse[:, 7:] == -INF).all()
 
 
 def test_no_tokens():
