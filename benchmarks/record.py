@@ -23,7 +23,13 @@ from benchmarks.records import REPOSITORY, Environment
 
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 # Only the library's kernels are instrumented: torch's own would cost minutes and prove nothing.
-SANITIZER_OPTIONS = ("--target-processes", "all", "--kernel-regex", "kns=flashattn_ext", "--error-exitcode")
+SANITIZER_OPTIONS = (
+    "--target-processes",
+    "all",
+    "--kernel-regex",
+    "kns=flashattn_ext",
+    "--error-exitcode",
+)
 SANITIZER_FAILED = 86
 
 

@@ -162,8 +162,8 @@ class VarlenCase:
         dv = "" if self.head_dim_v is None else f"v{self.head_dim_v}"
         used = "-used" if self.seqused_q or self.seqused_k else ""
         tail = f"-tail{self.tail_q}_{self.tail_k}" if self.tail_q or self.tail_k else ""
-        lengths = "_".join(map(str, self.lengths_q[:4])) + "x" + "_".join(
-            map(str, self.lengths_k[:4])
+        lengths = (
+            "_".join(map(str, self.lengths_q[:4])) + "x" + "_".join(map(str, self.lengths_k[:4]))
         )
         heads = f"h{self.heads_q}_{self.heads_k}"
         kind = "" if self.kind == "normal" else f"-{self.kind}"
@@ -281,11 +281,12 @@ def owned_rows(
     lengths: tuple[int, ...], total: int, used: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """(total) bool: rows that belong to a sequence and lie within its used part."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    in_use = counts if used is None else torch.tensor(used, dtype=torch.int64)
+    starts = counts.cumsum(0) - counts
+    position = torch.arange(int(counts.sum())) - starts.repeat_interleave(counts)
     owned = torch.zeros(total, dtype=torch.bool)
-    start = 0
-    for index, length in enumerate(lengths):
-        owned[start : start + (length if used is None else min(length, used[index]))] = True
-        start += length
+    owned[: position.numel()] = position < in_use.repeat_interleave(counts)
     return owned
 
 

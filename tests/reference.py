@@ -202,7 +202,7 @@ def collect(out, lse, leaves, dout, dlse):
     roots, seeds = [], []
     if dout is not None:
         roots, seeds = [out], [dout.to(out.dtype)]
-    if dlse is not None:
+    if dlse is not None and lse.requires_grad:  # without any key lse is a constant
         # lse is the constant -inf on empty rows: what arrives there reaches nothing.
         roots.append(lse)
         seeds.append(torch.where(lse.isinf(), torch.zeros_like(lse), dlse.to(lse.dtype)))

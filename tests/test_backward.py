@@ -142,7 +142,9 @@ def test_wide_types_on_the_cpu(dtype, causal):
     harness.check(case, "cpu", with_dlse=True)
 
 
-@pytest.mark.parametrize("options", [Options(), Options(causal=True, window_size=(50, -1))], ids=str)
+@pytest.mark.parametrize(
+    "options", [Options(), Options(causal=True, window_size=(50, -1))], ids=str
+)
 def test_forced_portable_plan(device, options):
     """`plan="sm80"` on CUDA, "spec" on the CPU: what a forced family computes is as accurate."""
     plan = "sm80" if device == "cuda" else "spec"

@@ -1,0 +1,44 @@
+"""Extra memory is O(tokens): measured by torch's allocator, beside the matrix that is not there."""
+
+import pytest
+import torch
+
+from benchmarks import bench_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
+
+
+def test_eighteen_thousand_tokens(capsys):
+    """Batch 1, 8 heads, d 128, forward + backward."""
+    problem = bench_memory.problem_of(18000)
+    extra, matrix = bench_memory.peak_extra_bytes(problem), bench_memory.matrix_bytes(problem)
+    with capsys.disabled():
+        print(
+            f"\n18,000 tokens: peak extra {extra / 2**20:.1f} MiB; "
+            f"one N x N matrix in bf16: {matrix / 2**20:.0f} MiB"
+        )
+    # Two fp32 rows of the backward's workspace and lse itself, rounded up by the allocator.
+    assert extra <= 18000 * 8 * 16 + 2**21
+
+
+def test_extra_memory_grows_with_the_tokens():
+    extra = {n: bench_memory.peak_extra_bytes(bench_memory.problem_of(n)) for n in (8192, 32768)}
+    assert extra[32768] <= 4.5 * extra[8192] + 2**20
+
+
+def test_gqa_expands_no_keys():
+    """32 query heads over one key head: no (B, Sk, Hq, D) copy is made."""
+    from flashattn_ext import flash_attn_func
+
+    q = torch.randn(1, 64, 32, 128, device="cuda").bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 65536, 1, 128, device="cuda").bfloat16().requires_grad_() for _ in "kv")
+    dout = torch.randn(1, 64, 32, 128, device="cuda").bfloat16()
+    torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = flash_attn_func(q, k, v)
+    torch.autograd.grad(out, (q, k, v), dout)
+    extra = torch.cuda.max_memory_allocated() - before
+    results = sum(t.numel() * t.element_size() for t in (out, q, k, v))
+    assert extra - results < 2**22, f"{extra - results} bytes beyond the results"

@@ -1,0 +1,89 @@
+"""A small set for compute-sanitizer (`make sanitize`): each kernel, its tails, its masks.
+
+    compute-sanitizer --tool memcheck python -m pytest -m gpu tests/test_sanitize.py
+
+Sizes cross one tile edge in both directions and no more: under racecheck a kernel runs a thousand
+times slower. The same tests run everywhere as ordinary tests.
+"""
+
+import harness
+import pytest
+import torch
+from cases import Case, Options, VarlenCase, make_tensors, make_varlen_tensors
+
+from flashattn_ext import flash_attn_func, merge
+
+DENSE = [
+    Case(
+        head_dim=head_dim,
+        seqlen_q=130,
+        seqlen_k=67,
+        batch=1,
+        heads_q=2,
+        heads_k=1,
+        dtype=dtype,
+        options=options,
+    )
+    for head_dim, dtype, options in (
+        (32, torch.bfloat16, Options()),
+        (64, torch.bfloat16, Options(causal=True)),
+        (64, torch.float16, Options(window_size=(20, 5), softcap=10.0)),
+        (72, torch.bfloat16, Options(causal="top_left")),
+        (96, torch.float16, Options()),
+        (128, torch.bfloat16, Options(causal=True, window_size=(33, -1))),
+        (192, torch.float16, Options(causal=True)),
+        (256, torch.bfloat16, Options(softcap=10.0)),
+    )
+]
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_sanitize_dense(device, case):
+    x = make_tensors(case, device)
+    actual = harness.run(x, case.options.kwargs(), with_dlse=True)
+    for name in ("out", "dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sanitize_varlen(device, head_dim):
+    case = VarlenCase(
+        lengths_q=(65, 0, 3),
+        lengths_k=(70, 5, 0),
+        head_dim=head_dim,
+        heads_q=2,
+        heads_k=1,
+        tail_q=1,
+        tail_k=3,
+        seqused_k=(69, 2, 0),
+        options=Options(causal=True),
+    )
+    x = make_varlen_tensors(case, device)
+    actual = harness.run(x, {"causal": True}, with_dlse=True)
+    for name in ("out", "dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
+
+
+def test_sanitize_unequal_head_dims(device):
+    case = Case(head_dim=40, head_dim_v=104, seqlen_q=66, seqlen_k=65, batch=1)
+    actual = harness.run(make_tensors(case, device), {})
+    assert actual["dv"].isfinite().all()
+
+
+def test_sanitize_strides(device):
+    x = make_tensors(Case(seqlen_q=66, seqlen_k=65, batch=1, heads_k=4), device)
+    for name in ("q", "k", "v", "dout"):
+        t = getattr(x, name)
+        setattr(x, name, t.transpose(1, 2).contiguous().transpose(1, 2))
+    assert harness.run(x, {"causal": True})["dq"].isfinite().all()
+
+
+def test_sanitize_merge(device):
+    x = make_tensors(Case(seqlen_q=33, seqlen_k=65, batch=1), device)
+    halves = [
+        flash_attn_func(x.q, x.k[:, part], x.v[:, part], return_lse=True)
+        for part in (slice(0, 30), slice(30, 65))
+    ]
+    out, lse = merge(*halves[0], *halves[1])
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
