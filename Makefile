@@ -77,7 +77,7 @@ format: dev
 	$(CLANG_FORMAT) -i $(CXX_FILES)
 
 check-sass: build dev
-	$(PY) tools/check_sass.py $$($(PY) -c "from flashattn_ext import _loader; \
+	$(PY) -m tools.check_sass $$($(PY) -c "from flashattn_ext import _loader; \
 	print(_loader.find_native())")
 
 # ---- On a GPU ----

@@ -17,6 +17,7 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -87,14 +88,14 @@ def cuda_archs() -> str:
 def free_bytes() -> int:
     """Memory that may be used: the machine's, or what the container's limit leaves."""
     free = sys.maxsize
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        free = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) << 10
+    with contextlib.suppress(OSError):
+        if available := re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()):
+            free = int(available[1]) << 10
+    with contextlib.suppress(OSError, ValueError):  # ValueError: memory.max is the word "max"
         group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())  # the word "max" when unlimited
-        return min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, TypeError, ValueError):
-        return free
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
 
 
 def max_jobs() -> int:

@@ -51,34 +51,36 @@ def parse_log(text: str) -> tuple[list[Kernel], list[str]]:
     return kernels, [line.strip() for line in text.splitlines() if NOTE.search(line)]
 
 
-def demangle(kernels: list[Kernel]) -> None:
-    """Readable names without arguments, where binutils' c++filt is there."""
-    if kernels and shutil.which("c++filt"):
-        names = "\n".join(kernel.name for kernel in kernels)
-        result = subprocess.run(
-            ["c++filt", "--no-params"], input=names, capture_output=True, text=True, check=True
-        )
-        for kernel, name in zip(kernels, result.stdout.splitlines()):
-            kernel.name = name.removeprefix("void ").replace("flashattn_ext::", "")
+def demangle(names: list[str]) -> list[str]:
+    """Readable kernel names without arguments, where binutils' c++filt is there."""
+    if not names or not shutil.which("c++filt"):
+        return names
+    command = ["c++filt", "--no-params"]
+    result = subprocess.run(
+        command, input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return [
+        name.removeprefix("void ").replace("flashattn_ext::", "")
+        for name in result.stdout.splitlines()
+    ]
 
 
 def read_allowance(text: str) -> list[tuple[re.Pattern[str], str, int]]:
     """Rows (kernel pattern, arch, bytes); format in the file's own header."""
     rows = []
     for line in text.splitlines():
-        fields = line.partition("#")[0].split()
+        fields = line.partition("#")[0].split(maxsplit=2)
         if fields:
-            spill_bytes, arch, pattern = int(fields[0]), fields[1], " ".join(fields[2:])
-            rows.append((re.compile(pattern), arch, spill_bytes))
+            rows.append((re.compile(fields[2].strip()), fields[1], int(fields[0])))
     return rows
 
 
-def allowed_bytes(kernel: Kernel, allowance: list[tuple[re.Pattern[str], str, int]]) -> int:
+def allowed_bytes(name: str, arch: str, allowance: list[tuple[re.Pattern[str], str, int]]) -> int:
     """The largest allowance of the rows that name this kernel; 0 when none does."""
     rows = (
         spill_bytes
-        for pattern, arch, spill_bytes in allowance
-        if arch in ("*", kernel.arch) and pattern.search(kernel.name)
+        for pattern, row_arch, spill_bytes in allowance
+        if row_arch in ("*", arch) and pattern.search(name)
     )
     return max(rows, default=0)
 
@@ -99,10 +101,12 @@ def main() -> int:
         found, notes = parse_log(log.read_text())
         kernels += found
         findings += notes
-    demangle(kernels)
+    for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels])):
+        kernel.name = name
     allowance = read_allowance(ALLOWANCE.read_text())
     for kernel in kernels:
-        if kernel.spill_bytes > (allowed := allowed_bytes(kernel, allowance)):
+        allowed = allowed_bytes(kernel.name, kernel.arch, allowance)
+        if kernel.spill_bytes > allowed:
             spilled = f"spills {kernel.spill_bytes} bytes, allowed {allowed}"
             findings.append(f"{kernel.name} ({kernel.arch}) {spilled}")
     if arguments.table:

@@ -1,10 +1,10 @@
-"""Checks the machine code of every kernel: tensor-core instructions, and no local memory.
+"""Checks the machine code of every kernel: tensor-core instructions, and local memory.
 
-    python tools/check_sass.py MODULE.so [--table]
+    python -m tools.check_sass MODULE.so [--table]
 
-Kernels named in `tools/sass_expectation.txt` must hold at least the stated numbers of instructions;
-local loads and stores (LDL, STL: spills, or an array that did not stay in registers) may be at
-most what it allows, by default none. cuobjdump and nvdisasm come from PyPI (the dev extra).
+A kernel named in `tools/sass_expectation.txt` holds at least the stated numbers of instructions.
+Local loads and stores (LDL, STL: spills, or an array that did not stay in registers) stay within
+`tools/ptxas_allowance.txt`. cuobjdump and nvdisasm come from PyPI (the dev extra).
 """
 
 from __future__ import annotations
@@ -19,30 +19,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools import check_ptxas
+
 EXPECTATION = Path(__file__).with_name("sass_expectation.txt")
-ARCH = re.compile(r"^\s*arch = (sm_\w+)", re.MULTILINE)
+ARCH = re.compile(r"^\s*arch = (sm_\w+)")
 FUNCTION = re.compile(r"^\s*Function : (\S+)\s*$")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-LOCAL_MEMORY = ("LDL", "STL")
+LOCAL_BYTES = 4  # the least that one LDL or STL moves
 
 
 @dataclass
 class Code:
     """One kernel's machine code for one arch."""
 
-    kernel: str
+    name: str
     arch: str
     counts: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Row:
-    """One line of the expectation: `minimum` and `maximum` count instructions by opcode."""
-
-    pattern: re.Pattern[str]
-    arch: str
-    minimum: dict[str, int]
-    maximum: dict[str, int]
 
 
 def cuda_tool(name: str) -> str:
@@ -80,41 +72,41 @@ def parse(text: str) -> list[Code]:
     return codes
 
 
-def read_expectation(text: str) -> list[Row]:
-    """Rows `ARCH PATTERN OPCODE>=N OPCODE<=N ...`; the format is explained in the file."""
+def read_expectation(text: str) -> list[tuple[re.Pattern[str], dict[str, int]]]:
+    """Rows (kernel pattern, least count by opcode); format in the file's own header."""
     rows = []
     for line in text.splitlines():
-        fields = line.partition("#")[0].split()
-        if not fields:
-            continue
-        minimum: dict[str, int] = {}
-        maximum: dict[str, int] = {}
-        for bound in fields[2:]:
-            opcode, relation, number = re.fullmatch(r"(\w+)([<>]=)(\d+)", bound).groups()
-            (minimum if relation == ">=" else maximum)[opcode] = int(number)
-        rows.append(Row(re.compile(fields[1]), fields[0], minimum, maximum))
+        pattern, *bounds = line.partition("#")[0].split() or [""]
+        if pattern:
+            least = {opcode: int(count) for opcode, _, count in (b.partition(">=") for b in bounds)}
+            rows.append((re.compile(pattern), least))
     return rows
 
 
-def findings(code: Code, rows: list[Row]) -> list[str]:
-    """How one kernel departs from the expectation."""
-    rows = [row for row in rows if row.arch in ("*", code.arch) and row.pattern.search(code.kernel)]
-    minimum: dict[str, int] = {}
-    maximum = dict.fromkeys(LOCAL_MEMORY, 0)
-    for row in rows:  # a later row overrides an earlier one
-        minimum |= row.minimum
-        maximum |= row.maximum
-    name = f"{code.kernel} ({code.arch})"
-    found = [
-        f"{name}: {code.counts[opcode]} {opcode}, at least {number} expected"
-        for opcode, number in minimum.items()
-        if code.counts[opcode] < number
-    ]
-    return found + [
-        f"{name}: {code.counts[opcode]} {opcode}, at most {number} allowed"
-        for opcode, number in maximum.items()
-        if code.counts[opcode] > number
-    ]
+def findings(
+    codes: list[Code],
+    expectation: list[tuple[re.Pattern[str], dict[str, int]]],
+    allowance: list[tuple[re.Pattern[str], str, int]],
+) -> list[str]:
+    """How the kernels depart from what is expected."""
+    found = []
+    for code in codes:
+        local = LOCAL_BYTES * (code.counts["LDL"] + code.counts["STL"])
+        allowed = check_ptxas.allowed_bytes(code.name, code.arch, allowance)
+        if local > allowed:
+            moved = f"moves {local} bytes or more through local memory, allowed {allowed}"
+            found.append(f"{code.name} ({code.arch}) {moved}")
+    for pattern, least in expectation:
+        named = [code for code in codes if pattern.search(code.name)]
+        if not named:  # a renamed kernel must not go unchecked
+            found.append(f"no kernel of this module is named like {pattern.pattern}")
+        found += [
+            f"{code.name} ({code.arch}) holds {code.counts[opcode]} {opcode}, expected {count}"
+            for code in named
+            for opcode, count in least.items()
+            if code.counts[opcode] < count
+        ]
+    return found
 
 
 def main() -> int:
@@ -124,21 +116,18 @@ def main() -> int:
     arguments = parser.parse_args()
 
     codes = parse(disassemble(arguments.module))
-    rows = read_expectation(EXPECTATION.read_text())
+    for code, name in zip(codes, check_ptxas.demangle([code.name for code in codes])):
+        code.name = name
     if arguments.table:
-        shown = ("HMMA", "LDSM", "LDGSTS", "HGMMA", "MUFU", "BAR", *LOCAL_MEMORY)
-        for code in sorted(codes, key=lambda code: (code.kernel, code.arch)):
-            counts = "  ".join(f"{opcode} {code.counts[opcode]}" for opcode in shown)
-            print(f"{code.arch:7} {counts}  {code.kernel}")
-    found = [problem for code in codes for problem in findings(code, rows)]
-    # An expectation that names no kernel says nothing: a renamed kernel must not go unchecked.
-    found += [
-        f"{row.pattern.pattern} ({row.arch}): no kernel of this module has that name"
-        for row in rows
-        if not any(
-            row.pattern.search(code.kernel) and row.arch in ("*", code.arch) for code in codes
-        )
-    ]
+        for code in sorted(codes, key=lambda code: (code.name, code.arch)):
+            shown = ("HMMA", "LDSM", "LDGSTS", "HGMMA", "MUFU", "BAR", "LDL", "STL")
+            counts = "  ".join(f"{opcode} {code.counts[opcode]:4}" for opcode in shown)
+            print(f"{code.arch:7} {counts}  {code.name}")
+    found = findings(
+        codes,
+        read_expectation(EXPECTATION.read_text()),
+        check_ptxas.read_allowance(check_ptxas.ALLOWANCE.read_text()),
+    )
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
     print(f"sass: {len(codes)} kernels, {len(found)} findings")
