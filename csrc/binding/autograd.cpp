@@ -183,6 +183,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 };
 
 FwdResult fwd_autograd(const FwdArgs& args) {
+  check_layouts(args);
   if (!c10::GradMode::is_enabled() || !any_needs_grad(args)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_fwd(args);

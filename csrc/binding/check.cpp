@@ -95,6 +95,9 @@ void check_device(const char* name, const Tensor& tensor, const Tensor& q) {
 }
 
 void check_strided(const char* name, const Tensor& tensor) {
+  FLASHATTN_EXT_CHECK(!tensor.is_nested(), name,
+                      " is a nested tensor; pass its values to the varlen function instead, with "
+                      "its offsets as cu_seqlens");
   FLASHATTN_EXT_CHECK(tensor.layout() == at::kStrided, name,
                       " must be a strided tensor, got the layout ", tensor.layout(),
                       "; make it dense with ", name, ".to_dense()");
@@ -161,22 +164,18 @@ void check_dtypes(const FwdArgs& args) {
   if (varlen.seqused_k.has_value()) check_dtype("seqused_k", *varlen.seqused_k, at::kInt, "");
 }
 
-void check_layouts(const FwdArgs& args) {
+void check_ranks(const FwdArgs& args) {
   const bool varlen = args.varlen != nullptr;
   const int64_t dims = varlen ? 3 : 4;
   const char* what =
       varlen ? " must be (tokens, heads, head_dim)" : " must be (batch, seqlen, heads, head_dim)";
   const auto check = [&](const char* name, const Tensor& tensor) {
-    check_strided(name, tensor);
     FLASHATTN_EXT_CHECK(tensor.dim() == dims, name, what, ", got ", tensor.dim(),
                         " dimensions: ", tensor.sym_sizes());
   };
   check("q", args.q);
   check("k", args.k);
   check("v", args.v);
-  for_each_option(args.options, varlen, [&](const char* name, const OptTensor& tensor) {
-    if (tensor.has_value()) check_strided(name, *tensor);
-  });
 }
 
 // The sizes of a call, taken from q, k and v once their ranks are known.
@@ -348,11 +347,22 @@ void check_values(const FwdArgs& args) {
 
 }  // namespace
 
+void check_layouts(const FwdArgs& args) {
+  check_strided("q", args.q);
+  check_strided("k", args.k);
+  check_strided("v", args.v);
+  for_each_option(args.options, args.varlen != nullptr,
+                  [](const char* name, const OptTensor& tensor) {
+                    if (tensor.has_value()) check_strided(name, *tensor);
+                  });
+}
+
 template <class Int>
 void check_fwd(const FwdArgs& args) {
   check_devices(args);
   check_dtypes(args);
   check_layouts(args);
+  check_ranks(args);
   if (args.varlen != nullptr) check_lengths_rank(*args.varlen);
   const Sizes<Int> sizes(args);
   check_qkv_shapes<Int>(args, sizes);

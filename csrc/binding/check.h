@@ -13,6 +13,10 @@ namespace flashattn_ext {
 template <class Int>
 void check_fwd(const FwdArgs& args);
 
+// The part of check_fwd about sparse and nested tensors. The autograd kernel runs it too: below it
+// the dispatcher finds no kernel for such tensors and would speak for itself.
+void check_layouts(const FwdArgs& args);
+
 template <class Int>
 void check_bwd(const BwdArgs& args);
 
