@@ -13,33 +13,29 @@ PY = $(VENV)/bin/python
 CLANG_FORMAT = $(VENV)/bin/clang-format
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup dev build demo test test-all lint format check-sass sanitize bench clean
+.PHONY: help setup dev build demo test test-all device-tests lint format check-sass sanitize bench clean
 
 help:
-	@echo "make demo        train a small GPT through flash_attn_func and compare it"
-	@echo "make test        the tests (those that need a GPU skip themselves without one)"
-	@echo "make test-all    the slow ones as well"
-	@echo "make build       rebuild the native module after a change in csrc/"
-	@echo "make lint        formatters, mypy, layer rules, links"
-	@echo "make check-sass  what the compiler made of the kernels"
-	@echo "make sanitize    compute-sanitizer over the small GPU tests; records the result"
-	@echo "make bench       speed, host cost and memory on this GPU; records the result"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 # ---- Set-up: marker files inside the environment say what is installed ----
 
-setup: $(VENV)/.flashattn_ext-test
+setup: $(VENV)/.flashattn_ext-test  ## the environment and a first build
 
-dev: $(VENV)/.flashattn_ext-dev
+dev: $(VENV)/.flashattn_ext-dev  ## the same with formatters, mypy and disassemblers
 
 $(PY):
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 cannot create environments \
 	here; on Debian and Ubuntu install the package python3-venv."; exit 1; }
 
 $(VENV)/.flashattn_ext-build: pyproject.toml | $(PY)
+	@echo "Installing torch and the build tools into $(VENV) ..."
 	$(PY) -m pip install --quiet $(BUILD_REQUIRES) "$(TORCH)"
 	@touch $@
 
+# Built before pip does it, which would hide the progress of a build of minutes.
 $(VENV)/.flashattn_ext-test: $(VENV)/.flashattn_ext-build
+	$(PY) setup.py --quiet build_ext --inplace
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[test]"
 	@touch $@
 
@@ -47,23 +43,27 @@ $(VENV)/.flashattn_ext-dev: $(VENV)/.flashattn_ext-test
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	@touch $@
 
-build: setup
+build: setup  ## rebuild the native module after a change in csrc/
 	$(PY) setup.py --quiet build_ext --inplace
 
 # ---- Use ----
 
-demo: build
+demo: build  ## train a small GPT through flash_attn_func and compare it
 	$(PY) examples/train_gpt.py
 
-test: build
+test: build  ## the tests (those that need a GPU skip themselves without one)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: build
+test-all: build  ## the slow ones as well
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+device-tests: setup  ## unit tests of csrc/ptx, csrc/tile and csrc/attention, on a GPU
+	FLASHATTN_EXT_DEVICE_TESTS=1 $(PY) setup.py --quiet build_ext --inplace
+	$$($(PY) -c "import setup; print(setup.build_folder(setup.python_facts()))")/flashattn_ext_device_tests
 
 # ---- Checks ----
 
-lint: dev
+lint: dev  ## formatters, mypy, layer rules, links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
@@ -71,22 +71,22 @@ lint: dev
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_links.py
 
-format: dev
+format: dev  ## let the formatters change the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(CLANG_FORMAT) -i $(CXX_FILES)
 
-check-sass: build dev
+check-sass: build dev  ## what the compiler made of the kernels
 	$(PY) -m tools.check_sass $$($(PY) -c "from flashattn_ext import _loader; \
 	print(_loader.find_native())")
 
 # ---- On a GPU ----
 
-sanitize: build
+sanitize: build  ## compute-sanitizer over the small GPU tests, recorded
 	$(PY) -m benchmarks.record --sanitizer
 
-bench: build
+bench: build  ## speed, host cost and memory on this GPU, recorded
 	$(PY) -m benchmarks.record --bench --overhead --memory
 
-clean:
+clean:  ## remove everything that was built
 	rm -rf build dist *.egg-info flashattn_ext/*.so

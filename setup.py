@@ -10,6 +10,8 @@ Environment:
                                   that is visible, then both)
     FLASHATTN_EXT_SKIP_CUDA=1     build the CPU path only
     FLASHATTN_EXT_STRICT=1        spills above the allowance stop the build
+    FLASHATTN_EXT_LINEINFO=1      keep source lines in the kernels, for profilers
+    FLASHATTN_EXT_DEVICE_TESTS=1  build flashattn_ext_device_tests as well
     FLASHATTN_EXT_PYTHON          build for this interpreter and its torch instead
     FLASHATTN_EXT_TORCH_DIR       torch's folder, where that interpreter does not find it
     CUDA_HOME, CXX, CMAKE_ARGS    as everywhere
@@ -33,6 +35,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "8.0;9.0"
+FLAGS = [f"FLASHATTN_EXT_{name}" for name in ("SKIP_CUDA", "STRICT", "LINEINFO", "DEVICE_TESTS")]
 JOB_BYTES = 2 << 30  # one compiler at work: g++ on torch's headers peaks near 1.5 GB
 
 NO_TORCH = (
@@ -130,8 +133,7 @@ class CMakeBuild(build_ext):
             "FLASHATTN_EXT_PYTHON": os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable),
             "FLASHATTN_EXT_TORCH_DIR": os.environ.get("FLASHATTN_EXT_TORCH_DIR", ""),
             "FLASHATTN_EXT_CUDA_ARCHS": cuda_archs(),
-            "FLASHATTN_EXT_SKIP_CUDA": environment_flag("FLASHATTN_EXT_SKIP_CUDA"),
-            "FLASHATTN_EXT_STRICT": environment_flag("FLASHATTN_EXT_STRICT"),
+            **{name: environment_flag(name) for name in FLAGS},
         }
         cmake = pypi_tool("cmake", "CMAKE_BIN_DIR")
         configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
