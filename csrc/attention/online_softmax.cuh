@@ -10,7 +10,9 @@
 namespace flashattn_ext {
 
 // Row r = 16m + g + 8*half of lane 4g+t is [m][half]. The four lanes of a row share row_max; each
-// keeps the part of row_sum that its own columns add, summed over the four only at the end.
+// keeps the part of row_sum that its own columns add, summed over the four only at the end. Where
+// the compiler could fuse a multiplication into an addition, the choice is written out: a row's
+// bits must not depend on which registers it sits in.
 template <int kMTiles>
 struct OnlineSoftmax {
   float row_max[kMTiles][2];
@@ -45,7 +47,7 @@ struct OnlineSoftmax {
         // A row that has seen nothing yet subtracts 0: 2^(-inf - 0) = 0, never 2^(-inf + inf).
         const float reference = new_max == -INFINITY ? 0.0f : new_max * log2_scale;
         const float rescale = ptx::ex2_approx(old_max * log2_scale - reference);
-        float sum = row_sum[m][half] * rescale;
+        float sum = __fmul_rn(row_sum[m][half], rescale);
 #pragma unroll
         for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
@@ -53,7 +55,7 @@ struct OnlineSoftmax {
             const float p =
                 ptx::ex2_approx(fmaf(acc_s[m][j][2 * half + e], log2_scale, -reference));
             acc_s[m][j][2 * half + e] = p;
-            sum += p;
+            sum = __fadd_rn(sum, p);
           }
         row_sum[m][half] = sum;
 #pragma unroll
@@ -78,7 +80,7 @@ struct OnlineSoftmax {
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const bool empty = row_max[m][half] == -INFINITY;
         inv_sum[m][half] = empty ? 0.0f : 1.0f / sum;
-        lse[m][half] = empty ? -INFINITY : row_max[m][half] * (log2_scale * kLn2) + logf(sum);
+        lse[m][half] = empty ? -INFINITY : fmaf(row_max[m][half], log2_scale * kLn2, logf(sum));
       }
   }
 };

@@ -42,7 +42,7 @@ struct ScoreTransform {
     if (softcap > 0.0f) {
       const float pre = 2.0f * kLog2e * softmax_scale * inv_softcap;
       tile::transform(acc, [&](float x) {
-        return softcap - 2.0f * softcap * ptx::rcp_approx(1.0f + ptx::ex2_approx(x * pre));
+        return fmaf(-2.0f * softcap, ptx::rcp_approx(1.0f + ptx::ex2_approx(x * pre)), softcap);
       });
     } else {
       tile::transform(acc, [&](float x) { return x * softmax_scale; });
@@ -58,7 +58,7 @@ struct ScoreTransform {
   // masked logit is -inf (its tanh is not a number); its P is 0 and stays 0.
   __device__ __forceinline__ float softcap_d_logit(float p, float logit) const {
     const float y = logit * inv_softcap;
-    return p == 0.0f ? 0.0f : p * (1.0f - y * y);
+    return p == 0.0f ? 0.0f : p * fmaf(-y, y, 1.0f);
   }
 };
 

@@ -403,6 +403,8 @@ void check_bwd(const BwdArgs& args) {
       check_shape<Int>(name, tensor, "(heads_q, total_q)", {sizes.heads_q, size<Int>(q, 0)});
     }
   };
+  FLASHATTN_EXT_CHECK(args.options.dropout_p == 0 || args.options.rng_state.has_value(),
+                      "dropout_p > 0 needs rng_state, the one that the forward returned");
   check_out("dout", args.dout);
   check_out("out", args.out);
   check_lse("lse", args.lse);

@@ -3,6 +3,7 @@
 // is left as allocated. Reads the lengths exactly as the main kernels do.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention/seqlen_info.cuh"
@@ -16,7 +17,7 @@ constexpr int kNumThreads = 128;
 constexpr int kMaxCtas = 512;
 
 // One side's lengths and up to two tensors over its rows: 16-bit (rows, heads, dim), zero-filled.
-struct FillParams {
+struct FillSide {
   const int32_t* cu_seqlens;
   const int32_t* seqused;
   int32_t batch, max_seqlen, num_heads;
@@ -28,7 +29,11 @@ struct FillParams {
   int64_t lse_head_stride;
 };
 
-__device__ void fill_row(const FillParams& p, int64_t row) {
+struct FillParams {
+  FillSide sides[2];  // gridDim.y of them
+};
+
+__device__ void fill_row(const FillSide& p, int64_t row) {
   for (int t = 0; t < 2; ++t) {
     if (p.tensors[t] == nullptr) continue;
     const int pieces = p.dims[t] / 8;
@@ -50,7 +55,8 @@ __device__ void fill_row(const FillParams& p, int64_t row) {
 // last belongs to one CTA. The last (the tail) and the rows before the first sequence, which can be
 // long, are shared by all.
 __global__ void __launch_bounds__(kNumThreads)
-    flash_fill_unowned_kernel(const __grid_constant__ FillParams p) {
+    flash_fill_unowned_kernel(const __grid_constant__ FillParams params) {
+  const FillSide& p = params.sides[blockIdx.y];
   const auto side = [&](int b) {
     return SeqlenSide(p.cu_seqlens, p.seqused, b, p.max_seqlen, p.total);
   };
@@ -69,15 +75,17 @@ __global__ void __launch_bounds__(kNumThreads)
   for (int64_t row = tail + blockIdx.x; row < p.total; row += gridDim.x) fill_row(p, row);
 }
 
-cudaError_t launch_fill(const FillParams& p, cudaStream_t stream) {
-  if (p.total == 0 || p.num_heads == 0) return cudaSuccess;
-  const int64_t grid = p.total < kMaxCtas ? p.total : kMaxCtas;
-  flash_fill_unowned_kernel<<<static_cast<uint32_t>(grid), kNumThreads, 0, stream>>>(p);
+cudaError_t launch_fill(const FillParams& p, int num_sides, cudaStream_t stream) {
+  int64_t rows = 0;
+  for (int i = 0; i < num_sides; ++i) rows = std::max(rows, p.sides[i].total);
+  if (rows == 0) return cudaSuccess;
+  const dim3 grid(static_cast<uint32_t>(std::min<int64_t>(rows, kMaxCtas)), num_sides);
+  flash_fill_unowned_kernel<<<grid, kNumThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-FillParams query_fill(const FwdParams& p) {
-  FillParams fill = {};
+FillSide query_fill(const FwdParams& p) {
+  FillSide fill = {};
   fill.cu_seqlens = p.cu_seqlens_q;
   fill.seqused = p.seqused_q;
   fill.batch = p.batch;
@@ -87,42 +95,39 @@ FillParams query_fill(const FwdParams& p) {
   return fill;
 }
 
-}  // namespace
-
-cudaError_t run_fwd_fill_unowned(const FwdParams& p, cudaStream_t stream) {
-  FillParams fill = query_fill(p);
-  fill.tensors[0] = p.out;
-  fill.dims[0] = p.head_dim_v;
-  fill.strides[0] = p.out_strides;
-  fill.lse = p.lse;
-  fill.lse_head_stride = p.lse_head_stride;
-  return launch_fill(fill, stream);
-}
-
-cudaError_t run_bwd_fill_unowned(const BwdParams& p, cudaStream_t stream) {
-  if (p.dq != nullptr) {
-    FillParams fill = query_fill(p);
-    fill.tensors[0] = p.dq;
-    fill.dims[0] = p.head_dim;
-    fill.strides[0] = p.dq_strides;
-    const cudaError_t error = launch_fill(fill, stream);
-    if (error != cudaSuccess) return error;
-  }
-  if (p.dk == nullptr) return cudaSuccess;
-  FillParams fill = {};
+FillSide key_fill(const FwdParams& p) {
+  FillSide fill = {};
   fill.cu_seqlens = p.cu_seqlens_k;
   fill.seqused = p.seqused_k;
   fill.batch = p.batch;
   fill.max_seqlen = p.seqlen_k;
   fill.num_heads = p.num_heads_k;
   fill.total = p.total_k;
-  fill.tensors[0] = p.dk;
-  fill.dims[0] = p.head_dim;
-  fill.strides[0] = p.dk_strides;
-  fill.tensors[1] = p.dv;
-  fill.dims[1] = p.head_dim_v;
-  fill.strides[1] = p.dv_strides;
-  return launch_fill(fill, stream);
+  return fill;
+}
+
+void add_tensor(FillSide& fill, int slot, void* tensor, int32_t dim, const Strides& strides) {
+  fill.tensors[slot] = tensor;
+  fill.dims[slot] = dim;
+  fill.strides[slot] = strides;
+}
+
+}  // namespace
+
+cudaError_t run_fwd_fill_unowned(const FwdParams& p, cudaStream_t stream) {
+  FillParams fill = {{query_fill(p), {}}};
+  add_tensor(fill.sides[0], 0, p.out, p.head_dim_v, p.out_strides);
+  fill.sides[0].lse = p.lse;
+  fill.sides[0].lse_head_stride = p.lse_head_stride;
+  return launch_fill(fill, 1, stream);
+}
+
+cudaError_t run_bwd_fill_unowned(const BwdParams& p, cudaStream_t stream) {
+  FillParams fill = {{query_fill(p), key_fill(p)}};
+  add_tensor(fill.sides[0], 0, p.dq, p.head_dim, p.dq_strides);
+  add_tensor(fill.sides[1], 0, p.dk, p.head_dim, p.dk_strides);
+  add_tensor(fill.sides[1], 1, p.dv, p.head_dim_v, p.dv_strides);
+  return launch_fill(fill, 2, stream);
 }
 
 }  // namespace flashattn_ext::smxx
