@@ -28,8 +28,16 @@ that raises the maximum makes the old sums too large by exp(m_new - m): one fact
     l     = alpha l + rowsum(P_ij)       O     = alpha O + P_ij V_j     m    = m_new
 
 After the last tile O / l is the softmax-weighted mean, exactly; the division happens once. Kept
-for the backward are O and one number per row, LSE = m + log(l), the log of the row's sum of
+for the backward are O / l and one number per row, LSE = m + log(l), the log of the row's sum of
 exponentials. `online_softmax_steps` is this recurrence and nothing else.
+
+By hand, with scale 1 and two keys to a block: the query [1, 0] scores the keys [1, 0], [0, 1] |
+[3, 1], [-1, 1] as 1, 0 | 3, -1; the values are [1, 2], [3, 4] | [5, 6], [7, 8].
+
+    start        m = -inf  l = 0                                    O = [0, 0]
+    block one    m = 1     l = 1 + exp(-1)               = 1.3679   O = [2.1036, 3.4715]
+    block two    m = 3     l = exp(-2) 1.3679 + 1.01832  = 1.20344  O = [5.4129, 6.6164]
+    out = O / l = [4.49786861, 5.49786861], what one block of four keys gives too
 
 **The backward: compute P again.** P was never stored, but P_ij = exp(S_ij - LSE_i) needs only Q_i,
 K_j and the saved LSE: one more product per tile instead of an N x N matrix in memory. With dO the

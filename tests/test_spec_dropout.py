@@ -101,12 +101,10 @@ def test_keep_rate(p):
 
 def test_entries_are_independent():
     """Neighbours along every axis, and other seeds and offsets, agree as often as chance has it."""
-    mask = dropout_mask(RNG_STATE, 4, 8, 128, 128, 0.5)
-    other_seed = dropout_mask(
-        RNG_STATE ^ torch.tensor([1, 0], dtype=torch.uint64), 4, 8, 128, 128, 0.5
-    )
-    other_offset = dropout_mask(
-        RNG_STATE ^ torch.tensor([0, 4], dtype=torch.uint64), 4, 8, 128, 128, 0.5
+    seed, offset = 2**63 + 12345, 2**40 + 4
+    mask, other_seed, other_offset = (
+        dropout_mask(torch.tensor(state, dtype=torch.uint64), 4, 8, 128, 128, 0.5)
+        for state in ([seed, offset], [seed ^ 1, offset], [seed, offset ^ 4])
     )
     pairs = [(mask[:-1], mask[1:]), (mask[:, :-1], mask[:, 1:])]
     pairs += [(mask[:, :, :-1], mask[:, :, 1:]), (mask[..., :-1], mask[..., 1:])]
