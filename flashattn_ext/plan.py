@@ -184,7 +184,6 @@ def explain(
         RuntimeError: for shapes and values that the call itself would refuse.
         ValueError: `device` names nothing known.
     """
-    varlen = cu_seqlens_q is not None
     facts = device_facts(device, q)
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -193,10 +192,14 @@ def explain(
     extra = {"bias": bias, "key_bias": key_bias, "seqused_q": seqused_q, "seqused_k": seqused_k}
     options |= {name: value for name, value in extra.items() if value is not None}
     tensors = [as_meta(x, dtype) for x in (q, k, v)]
-    lengths = ()
-    if varlen:
-        lengths = (as_meta(cu_seqlens_q, torch.int32), as_meta(cu_seqlens_k, torch.int32))
-        lengths += (int(max_seqlen_q), int(max_seqlen_k))
+    lengths: tuple = ()
+    if cu_seqlens_q is not None:
+        if cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
+            raise ValueError(
+                "flashattn_ext: with cu_seqlens_q go cu_seqlens_k, max_seqlen_q and max_seqlen_k"
+            )
+        cu_seqlens = (as_meta(x, torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
+        lengths = (*cu_seqlens, int(max_seqlen_q), int(max_seqlen_k))
     check(tensors, lengths, options)
 
     problem = make_problem(tensors, lengths, options, backward)
@@ -206,7 +209,7 @@ def explain(
             layout.aligned = x.data_ptr() % 16 == 0
     native = _native.explain(problem, native_device(facts), plan or "")
     return Plan(
-        op=("varlen_" if varlen else "") + ("bwd" if backward else "fwd"),
+        op=("varlen_" if lengths else "") + ("bwd" if backward else "fwd"),
         device=facts,
         family=native.family or None,
         error=f"flashattn_ext: {native.error}" if native.error else None,
@@ -243,7 +246,7 @@ def device_facts(device: str | torch.device | DeviceFacts | None, q: Any = None)
         ) from None
     if device.type != "cuda":
         return CPU
-    facts = torch.cuda.get_device_properties(device)
+    facts: Any = torch.cuda.get_device_properties(device)
     return DeviceFacts(
         name=facts.name,
         compute_capability=(facts.major, facts.minor),

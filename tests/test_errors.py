@@ -13,6 +13,8 @@ import torch
 
 import flashattn_ext
 from flashattn_ext import (
+    _no_cuda,
+    build_info,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -378,6 +380,11 @@ def test_backward_inputs(device, index, name, shape):
             ops.bwd.default(*wrong)
 
 
+def test_a_backward_with_dropout_needs_the_forwards_state(device):
+    with raises("flashattn_ext: dropout_p > 0 needs rng_state, the one that the forward returned"):
+        ops.bwd.default(*saved_tensors(device), dropout_p=0.1)
+
+
 def test_varlen_backward_inputs(device):
     q, k, v, *lengths = varlen_tensors(device)
     out = torch.zeros(SQ, HQ, DV, device=device)
@@ -452,6 +459,32 @@ def test_checks_run_while_compiling():
     q, k, v = tensors()
     with pytest.raises(Exception, match=r"v must have the length of k \(30\), got 29"):
         compiled(q, k, v[:, :29])
+
+
+def test_cuda_tensors_in_a_build_without_cuda():
+    with raises(
+        "flashattn_ext: this build holds the CPU path only (no nvcc was found), and the tensors "
+        "are on a CUDA device; rebuild with a CUDA toolkit",
+        NotImplementedError,
+    ):
+        _no_cuda.refusal("no nvcc was found")(*tensors())
+
+
+@pytest.mark.skipif(
+    build_info()["cuda"] != "", reason="this build has real CUDA kernels behind the ops"
+)
+@pytest.mark.parametrize("op", _no_cuda.OPS)
+def test_a_build_without_cuda_refuses_cuda_tensors(op):
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    q, k, v, *lengths = varlen_tensors() if op.startswith("varlen") else tensors()
+    lse = torch.zeros(1)
+    arguments = {
+        "fwd": (q, k, v),
+        "bwd": (q, lse, q, k, v, q, lse),
+        "merge": (q, lse, q, lse),
+    }[op.removeprefix("varlen_")]
+    with raises("this build holds the CPU path only", NotImplementedError):
+        getattr(ops, op).default.redispatch(cuda, *arguments, *lengths)
 
 
 # ---- on a GPU ----

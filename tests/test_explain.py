@@ -71,7 +71,8 @@ def test_the_kernels_named_are_the_kernels_that_run(varlen, backward):
         else:
             function(*(x.detach() for x in tensors), *lengths, causal=True)
         torch.cuda.synchronize()
-    ran = [event.name for event in profile.events() if "flash_" in event.name]
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    ran = [event.name for event in events if "flash_" in event.name]
     assert len(ran) == len(plan.kernels), ran
     for name, kernel in zip(ran, plan.kernels):
         assert kernel.name in name
@@ -85,6 +86,8 @@ def test_what_the_call_refuses_is_refused_here():
         explain(q, k, v, window_size=(-2, 0))
     with pytest.raises(ValueError, match="causal must be"):
         explain(q, k, v, causal="left")
+    with pytest.raises(ValueError, match="with cu_seqlens_q go cu_seqlens_k, max_seqlen_q and"):
+        explain(q[1:], k[1:], v[1:], (3,), (3,))
     with pytest.raises(RuntimeError, match="bias must broadcast to"):
         explain(q, k, v, bias=torch.zeros(1, 1, 3, 300))
 
