@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -112,7 +112,7 @@ def _plan_of(problem: Problem, inputs: Inputs, op: str, plan: str | None) -> tup
     chosen = flashattn_ext.explain(
         inputs.q, inputs.k, inputs.v, **lengths, backward=op == "bwd", **options
     )
-    return chosen.family, str(chosen).splitlines()[0]
+    return chosen.family or "", chosen.summary
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def _line(
     }
 
 
-def by_cell(lines: list[dict]) -> dict[tuple, list[dict]]:
+def by_cell(lines: Iterable[dict]) -> dict[tuple, list[dict]]:
     """Lines grouped by op and problem: the implementations that are compared with each other."""
     fields = ("op", "case", "head_dim", "causal", "seqlen_q", "batch", "heads_q", "heads_k")
     cells: dict[tuple, list[dict]] = {}

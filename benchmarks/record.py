@@ -88,7 +88,7 @@ def record_tests(extra: Sequence[str] = ()) -> list[dict[str, object]]:
 
 
 def record_sanitizer(extra: Sequence[str] = ()) -> list[dict[str, object]]:
-    """The small `sanitize` selection under memcheck and racecheck."""
+    """The small set of `tests/test_sanitize.py` under memcheck and racecheck."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise RuntimeError(
@@ -99,7 +99,7 @@ def record_sanitizer(extra: Sequence[str] = ()) -> list[dict[str, object]]:
         prefix = [program, "--tool", tool, *SANITIZER_OPTIONS, str(SANITIZER_FAILED)]
         # Every tensor its own allocation, so that a step past its end is seen.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        selection = ["-m", "gpu and sanitize", "tests", *extra]
+        selection = ["-m", "gpu", "tests/test_sanitize.py", *extra]
         counts, output, _ = _pytest(selection, prefix, environment)
         errors = sanitizer_errors(tool, output) + int(counts["failed"])
         lines.append(

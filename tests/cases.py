@@ -293,25 +293,23 @@ def owned_rows(
 def pairwise(**factors: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Choices that together hold every pair of values of any two factors (greedy, repeatable)."""
     names = list(factors)
+    sizes = [len(factors[name]) for name in names]
     uncovered = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(range(len(names)), 2)
-        for x in range(len(factors[names[a]]))
-        for y in range(len(factors[names[b]]))
+        for x, y in itertools.product(range(sizes[a]), range(sizes[b]))
     }
     rows = []
     while uncovered:
-        (a, x), (b, y) = min(uncovered)
-        row = {a: x, b: y}
-        for index in range(len(names)):
-            if index in row:
-                continue
-
-            def gain(value: int, index: int = index, row: dict[int, int] = row) -> int:
-                pairs = (tuple(sorted(((index, value), item))) for item in row.items())
-                return sum(pair in uncovered for pair in pairs)
-
-            row[index] = max(range(len(factors[names[index]])), key=gain)
-        uncovered -= {pair for pair in itertools.combinations(sorted(row.items()), 2)}
+        row = dict(min(uncovered))
+        for index, size in enumerate(sizes):
+            if index not in row:
+                gains = [len(uncovered & pairs_of({**row, index: x})) for x in range(size)]
+                row[index] = gains.index(max(gains))
+        uncovered -= pairs_of(row)
         rows.append({name: factors[name][row[i]] for i, name in enumerate(names)})
     return rows
+
+
+def pairs_of(row: dict[int, int]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    return set(itertools.combinations(sorted(row.items()), 2))

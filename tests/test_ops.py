@@ -130,6 +130,7 @@ def assert_all_close(actual, wanted):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.no_poison
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(device, dynamic):
     torch._dynamo.reset()
@@ -139,6 +140,7 @@ def test_compile_fullgraph(device, dynamic):
         assert_all_close(loss_gradients(compiled, leaves), loss_gradients(model, leaves))
 
 
+@pytest.mark.no_poison
 def test_compile_does_not_specialise_on_lengths(device):
     """What was compiled for the first length serves every other one."""
     torch._dynamo.reset()
@@ -153,6 +155,7 @@ def test_compile_does_not_specialise_on_lengths(device):
     assert counts[1:] == counts[:1] * 3, counts
 
 
+@pytest.mark.no_poison
 def test_compile_varlen(device):
     torch._dynamo.reset()
 
