@@ -20,6 +20,7 @@
 #include "attention/seqlen_info.cuh"
 #include "attention/tile_order.h"
 #include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/bwd_dkv_warp.cuh"
 #include "sm80/tiles.h"
@@ -102,8 +103,8 @@ __global__ void __launch_bounds__(Config::kNumThreads)
   const uint32_t sQ = sK + Config::kOffsetQ, sDo = sK + Config::kOffsetDo;
   const uint32_t sLse = sK + Config::kOffsetLse, sDelta = sK + Config::kOffsetDelta;
 
-  const typename Config::QLoader q_loader(thread_idx, params.head_dim);
-  const typename Config::QLoader do_loader(thread_idx, params.head_dim_v);
+  // The loaders are built where they load (ptx::opaque): their addresses need no registers while
+  // the products run.
   const auto load_step = [&](const QueryBlockIterator& it, int stage) {
     const int m0 = it.block * kBlockM;
     const int head_idx = kv_head_idx * group_size + it.head_in_group;
@@ -111,6 +112,9 @@ __global__ void __launch_bounds__(Config::kNumThreads)
                                  side_q.start + m0, head_idx);
     const Element* gDo = head_ptr(static_cast<const Element*>(params.dout), params.dout_strides,
                                   batch_idx, side_q.start + m0, head_idx);
+    const int thread_idx = ptx::opaque(threadIdx.x);
+    const typename Config::QLoader q_loader(thread_idx, params.head_dim);
+    const typename Config::QLoader do_loader(thread_idx, params.head_dim_v);
     q_loader.load(sQ + stage * Config::kQTileBytes, gQ, params.q_strides.row, side_q.length - m0);
     do_loader.load(sDo + stage * Config::kQTileBytes, gDo, params.dout_strides.row,
                    side_q.length - m0);

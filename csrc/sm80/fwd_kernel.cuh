@@ -15,6 +15,7 @@
 #include "attention/seqlen_info.cuh"
 #include "attention/tile_order.h"
 #include "ptx/cp_async.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "tile/gmem_copy.cuh"
 #include "tile/warp_gemm.cuh"
@@ -80,17 +81,19 @@ __global__ void __launch_bounds__(Config::kNumThreads)
   const Element* gV = head_ptr(static_cast<const Element*>(params.v), params.v_strides, batch_idx,
                                side_k.start, kv_head_idx);
   const typename Config::QLoader q_loader(thread_idx, params.head_dim);
-  const typename Config::KvLoader k_loader(thread_idx, params.head_dim);
-  const typename Config::KvLoader v_loader(thread_idx, params.head_dim_v);
+  // The loaders are built where they load (ptx::opaque): their addresses need no registers while
+  // the products run.
   const auto load_k = [&](int n_block, int stage) {
     const int n0 = n_block * kBlockN;
-    k_loader.load(sK + stage * Config::kKvTileBytes, gK + n0 * params.k_strides.row,
-                  params.k_strides.row, side_k.length - n0);
+    const typename Config::KvLoader loader(ptx::opaque(thread_idx), params.head_dim);
+    loader.load(sK + stage * Config::kKvTileBytes, gK + n0 * params.k_strides.row,
+                params.k_strides.row, side_k.length - n0);
   };
   const auto load_v = [&](int n_block, int stage) {
     const int n0 = n_block * kBlockN;
-    v_loader.load(sV + stage * Config::kKvTileBytes, gV + n0 * params.v_strides.row,
-                  params.v_strides.row, side_k.length - n0);
+    const typename Config::KvLoader loader(ptx::opaque(thread_idx), params.head_dim_v);
+    loader.load(sV + stage * Config::kKvTileBytes, gV + n0 * params.v_strides.row,
+                params.v_strides.row, side_k.length - n0);
   };
 
   const auto q_operand =
