@@ -57,9 +57,9 @@ test: build  ## the tests (those that need a GPU skip themselves without one)
 test-all: build  ## the slow ones as well
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-device-tests: setup  ## unit tests of csrc/ptx, csrc/tile and csrc/attention, on a GPU
-	FLASHATTN_EXT_DEVICE_TESTS=1 $(PY) setup.py --quiet build_ext --inplace
-	$$($(PY) -c "import setup; print(setup.build_folder(setup.python_facts()))")/flashattn_ext_device_tests
+device-tests: setup  ## unit tests of csrc/ptx, csrc/tile and csrc/attention
+	CMAKE_ARGS="$(CMAKE_ARGS) -DFLASHATTN_EXT_DEVICE_TESTS=ON" $(PY) setup.py --quiet build_ext --inplace
+	$(PY) -m pytest tests/test_device_units.py $(PYTEST_ARGS)
 
 # ---- Checks ----
 

@@ -11,10 +11,9 @@ Environment:
     FLASHATTN_EXT_SKIP_CUDA=1     build the CPU path only
     FLASHATTN_EXT_STRICT=1        spills above the allowance stop the build
     FLASHATTN_EXT_LINEINFO=1      keep source lines in the kernels, for profilers
-    FLASHATTN_EXT_DEVICE_TESTS=1  build flashattn_ext_device_tests as well
     FLASHATTN_EXT_PYTHON          build for this interpreter and its torch instead
     FLASHATTN_EXT_TORCH_DIR       torch's folder, where that interpreter does not find it
-    CUDA_HOME, CXX, CMAKE_ARGS    as everywhere
+    CUDA_HOME, CXX, CMAKE_ARGS    as everywhere; -DFLASHATTN_EXT_DEVICE_TESTS=ON is of use
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "8.0;9.0"
-FLAGS = [f"FLASHATTN_EXT_{name}" for name in ("SKIP_CUDA", "STRICT", "LINEINFO", "DEVICE_TESTS")]
+FLAGS = [f"FLASHATTN_EXT_{name}" for name in ("SKIP_CUDA", "STRICT", "LINEINFO")]
 JOB_BYTES = 2 << 30  # one compiler at work: g++ on torch's headers peaks near 1.5 GB
 
 NO_TORCH = (
