@@ -200,7 +200,6 @@ def test_max_seqlen_too_small_stays_inside_the_tensors(device):
     assert (actual["lse"][:, 128:200] == -torch.inf).all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "cu_seqlens",
     [
@@ -213,14 +212,13 @@ def test_max_seqlen_too_small_stays_inside_the_tensors(device):
     ],
     ids=str,
 )
-def test_bad_device_lengths_stay_inside_the_tensors(cu_seqlens):
+def test_bad_device_lengths_stay_inside_the_tensors(device, cu_seqlens):
     """Lengths live on the device, where nobody can raise: they are clamped, memory is safe."""
     case = VarlenCase(lengths_q=(64, 64), lengths_k=(64, 64))
-    x = make_varlen_tensors(case, "cuda")
-    bad = torch.tensor(cu_seqlens, dtype=torch.int32, device="cuda")
+    x = make_varlen_tensors(case, device)
+    bad = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     x.lengths |= {"cu_seqlens_q": bad, "cu_seqlens_k": bad, "max_seqlen_q": 64, "max_seqlen_k": 64}
     actual = harness.run(x, {"causal": True})
-    torch.cuda.synchronize()
     for name in ("out", "dq", "dk", "dv"):
         assert actual[name].isfinite().all(), name
 
