@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -64,10 +65,19 @@ def _refuse(problem: Problem, name: str, *, varlen: bool = False, window: bool =
         raise Unavailable(f"{name} takes no window")
 
 
+def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """out of a function that may return more."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def make_flashattn_ext(problem: Problem, plan: str | None = None) -> Attend:
     import flashattn_ext
 
-    options = {"causal": problem.causal, "window_size": problem.window, "plan": plan}
+    options: dict[str, Any] = {"causal": problem.causal}  # no more than needed: see bench_overhead
+    if problem.window != (-1, -1):
+        options["window_size"] = problem.window
+    if plan is not None:
+        options["plan"] = plan
     if problem.lengths:
         longest = max(problem.lengths)
 
@@ -88,11 +98,13 @@ def make_sdpa(problem: Problem) -> Attend:
     _refuse(problem, "scaled_dot_product_attention")
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         raise Unavailable("scaled_dot_product_attention aligns causal top-left")
-    gqa = problem.heads_q != problem.heads_k
+    options: dict[str, Any] = {"is_causal": problem.causal}
+    if problem.heads_q != problem.heads_k:
+        options["enable_gqa"] = True
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def attend(x: Inputs) -> torch.Tensor:
-        return sdpa(x.q, x.k, x.v, is_causal=problem.causal, enable_gqa=gqa)
+        return sdpa(x.q, x.k, x.v, **options)
 
     return attend
 
@@ -109,8 +121,9 @@ def make_torch_varlen(problem: Problem) -> Attend:
     window = (problem.window[0], 0) if problem.causal else problem.window
 
     def attend(x: Inputs) -> torch.Tensor:
-        return varlen_attn(
-            x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, window_size=window
+        cu_seqlens = x.cu_seqlens
+        return _first(
+            varlen_attn(x.q, x.k, x.v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
         )
 
     return attend
@@ -131,12 +144,12 @@ def make_flex(problem: Problem) -> Attend:
     left, right = problem.window[0], 0 if problem.causal else problem.window[1]
     offset = problem.seqlen_k - problem.seqlen_q
 
-    def visible(_b, _h, i, j):  # type: ignore[no-untyped-def]
+    def visible(_b, _h, i, j):
         seen = j >= 0
         if left >= 0:
-            seen &= j >= i + offset - left
+            seen = seen & (j >= i + offset - left)
         if right >= 0:
-            seen &= j <= i + offset + right
+            seen = seen & (j <= i + offset + right)
         return seen
 
     block_mask = None
@@ -159,16 +172,13 @@ def _make_flash_attn(
     except ImportError as error:
         raise Unavailable(f"{module} is not importable: {error}") from error
     window = unlimited if problem.window == (-1, -1) else problem.window
-    options = {"causal": problem.causal, "window_size": window}
-
-    def first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return result[0] if isinstance(result, tuple) else result
+    options: dict[str, Any] = {"causal": problem.causal, "window_size": window}
 
     if problem.lengths:
         longest = max(problem.lengths)
 
         def attend_varlen(x: Inputs) -> torch.Tensor:
-            return first(
+            return _first(
                 flash.flash_attn_varlen_func(
                     x.q,
                     x.k,
@@ -184,7 +194,7 @@ def _make_flash_attn(
         return attend_varlen
 
     def attend(x: Inputs) -> torch.Tensor:
-        return first(flash.flash_attn_func(x.q, x.k, x.v, **options))
+        return _first(flash.flash_attn_func(x.q, x.k, x.v, **options))
 
     return attend
 

@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -98,19 +99,13 @@ def _plan_of(problem: Problem, inputs: Inputs, op: str, plan: str | None) -> tup
     """The family that runs and the plan's text, from `explain`."""
     import flashattn_ext
 
-    options = {"causal": problem.causal, "window_size": problem.window, "plan": plan}
-    lengths: dict[str, object] = {}
+    options: dict[str, Any] = {"causal": problem.causal, "window_size": problem.window}
     if problem.lengths:
         longest = max(problem.lengths)
-        cu_seqlens = inputs.cu_seqlens
-        lengths = {
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": longest,
-        }
+        options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     chosen = flashattn_ext.explain(
-        inputs.q, inputs.k, inputs.v, **lengths, backward=op == "bwd", **options
+        inputs.q, inputs.k, inputs.v, **options, plan=plan, backward=op == "bwd"
     )
     return chosen.family or "", chosen.summary
 
@@ -157,11 +152,11 @@ def measure(
     rounds: int = 4,
     calls: int = 4,
     ops: tuple[str, ...] = ("fwd", "bwd"),
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Bench records of one problem, one line per implementation and op."""
     inputs = problems.make_inputs(problem)
     candidates = list(candidates_for(problem, inputs, impls, plan))
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for op in ops:
         calls_of = {candidate.name: candidate.call(op) for candidate in candidates}
         times = timing.time_alternating(calls_of, rounds=rounds, calls=calls)
@@ -175,7 +170,7 @@ def measure(
 
 def _line(
     problem: Problem, op: str, candidate: Candidate, time_: timing.Timing, family: str, plan: str
-) -> dict[str, object]:
+) -> dict[str, Any]:
     work = problem.forward_flops if op == "fwd" else problem.backward_flops
     return {
         "kind": "bench",
@@ -248,10 +243,10 @@ def run(
     rounds: int = 4,
     calls: int = 4,
     budget_s: float = math.inf,
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Measure `cells` in order until the budget is spent, saying which were left out."""
     begin = time.monotonic()
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for index, problem in enumerate(cells):
         if time.monotonic() - begin > budget_s:
             print(f"budget of {budget_s:.0f} s spent: {len(cells) - index} cells left out")
@@ -288,7 +283,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=float, default=math.inf, help="stop after this long")
 
 
-def run_from(arguments: argparse.Namespace) -> list[dict[str, object]]:
+def run_from(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cells = suite(
         quick=arguments.quick,
         varlen=not arguments.no_varlen,

@@ -9,6 +9,7 @@ SDPA's back end is pinned around the whole loop, since pinning it inside costs m
 import argparse
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,11 +38,11 @@ def measure(
     device: str = "cuda",
     rounds: int = 15,
     calls: int = 200,
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Overhead records, one per implementation and mode."""
     inputs = problems.make_inputs(problem, device)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     gc.collect()
     gc.disable()
     try:

@@ -5,7 +5,9 @@ wants another order is given transposed views of the same memory.
 """
 
 import dataclasses
+import itertools
 import math
+from typing import Any
 
 import torch
 
@@ -46,7 +48,7 @@ class Problem:
     def backward_flops(self) -> float:
         return flops.BACKWARD_OVER_FORWARD * self.forward_flops
 
-    def fields(self) -> dict[str, object]:
+    def fields(self) -> dict[str, Any]:
         """The record fields that say which problem a figure belongs to."""
         return {
             "case": self.case,
@@ -104,7 +106,7 @@ class Inputs:
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor  # (B + 1) int32; (0) for a dense problem
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,16 +133,13 @@ def make_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> Inputs
         shape = (*rows, heads, dim)
         return torch.randn(shape, generator=generator, device=device).to(p.dtype)
 
-    cu_seqlens = None
-    if p.lengths:
-        ends = torch.tensor(p.lengths).cumsum(0)
-        cu_seqlens = torch.cat([torch.zeros(1), ends]).to(torch.int32).to(device)
+    starts = [0, *itertools.accumulate(p.lengths)] if p.lengths else []
     return Inputs(
         q=normal(p.seqlen_q, p.heads_q, p.head_dim).requires_grad_(),
         k=normal(p.seqlen_k, p.heads_k, p.head_dim).requires_grad_(),
         v=normal(p.seqlen_k, p.heads_k, p.head_dim_v).requires_grad_(),
         dout=normal(p.seqlen_q, p.heads_q, p.head_dim_v),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
     )
 
 

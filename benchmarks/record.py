@@ -17,6 +17,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import bench_attention, records
 from benchmarks.records import REPOSITORY, Environment
@@ -81,20 +82,20 @@ def _pytest(
         return junit_counts(report), "".join(lines), status
 
 
-def record_tests(extra: Sequence[str] = ()) -> list[dict[str, object]]:
+def record_tests(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Every GPU test, in one run of pytest."""
     counts, _, _ = _pytest(["-m", "gpu", "tests", *extra])
     return [{"kind": "tests", "selection": "gpu", **counts}]
 
 
-def record_sanitizer(extra: Sequence[str] = ()) -> list[dict[str, object]]:
+def record_sanitizer(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The small set of `tests/test_sanitize.py` under memcheck and racecheck."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise RuntimeError(
             "compute-sanitizer is not on PATH; it comes with the CUDA toolkit (/usr/local/cuda/bin)"
         )
-    lines: list[dict[str, object]] = []
+    lines: list[dict[str, Any]] = []
     for tool in SANITIZER_TOOLS:
         prefix = [program, "--tool", tool, *SANITIZER_OPTIONS, str(SANITIZER_FAILED)]
         # Every tensor its own allocation, so that a step past its end is seen.
@@ -157,7 +158,7 @@ def main() -> int:
     from benchmarks import bench_memory, bench_overhead
 
     extra = chosen.pytest_args.split()
-    parts: list[tuple[bool, Callable[[], list[dict[str, object]]]]] = [
+    parts: list[tuple[bool, Callable[[], list[dict[str, Any]]]]] = [
         (chosen.tests, lambda: record_tests(extra)),
         (chosen.sanitizer, lambda: record_sanitizer(extra)),
         (chosen.overhead, bench_overhead.measure),

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -91,7 +92,7 @@ def git_commit() -> str:
         ) from error
 
 
-def complete(environment: Environment, line: dict[str, object]) -> dict[str, object]:
+def complete(environment: Environment, line: dict[str, Any]) -> dict[str, Any]:
     """`line` with the environment's fields, checked against the fields of its kind."""
     kind = line.get("kind")
     if kind not in REQUIRED_FIELDS:
@@ -105,7 +106,7 @@ def complete(environment: Environment, line: dict[str, object]) -> dict[str, obj
 
 
 def append(
-    environment: Environment, lines: Iterable[dict[str, object]], path: Path | None = None
+    environment: Environment, lines: Iterable[dict[str, Any]], path: Path | None = None
 ) -> Path:
     """Append `lines` to `path`, by default the results file of this GPU and day."""
     path = environment.results_path if path is None else path

@@ -73,7 +73,7 @@ def speed(lines: list[dict], op: str) -> str:
     """Ours in TFLOP/s with the ratio over SDPA FLASH per cell; geometric means below."""
     run = records.latest_run(lines, "bench", op=op, case="dense")
     cells = by_cell(line for line in run if line["op"] == op and line["case"] == "dense")
-    ours = {}
+    ours: dict[tuple, tuple[dict, float | None]] = {}
     against: dict[str, list[float]] = {}
     for cell in cells.values():
         line = next((line for line in cell if line["impl"] == OURS), None)
@@ -90,9 +90,9 @@ def speed(lines: list[dict], op: str) -> str:
     for head_dim, causal in sorted({key[:2] for key in ours}):
         row = [f"d {head_dim}, {'causal' if causal else 'full'}"]
         for seqlen in seqlens:
-            line, ratio = ours.get((head_dim, causal, seqlen), (None, None))
-            text = "" if line is None else f"{line['tflops']:.0f}"
-            row.append(text if ratio is None else f"{text} ({ratio:.2f}×)")
+            line, over_baseline = ours.get((head_dim, causal, seqlen), ({}, None))
+            text = f"{line['tflops']:.0f}" if line else ""
+            row.append(text if over_baseline is None else f"{text} ({over_baseline:.2f}×)")
         rows.append(row)
     means = "; ".join(
         f"{geometric_mean(values):.2f}× {LABELS[impl]} (lowest cell {min(values):.2f}×)"
