@@ -12,6 +12,7 @@ import harness
 import pytest
 import torch
 from cases import (
+    EVERY_HEAD_DIM,
     HALF_TYPES,
     Case,
     Options,
