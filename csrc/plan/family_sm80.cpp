@@ -222,9 +222,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
   list.push_back(report(
       "flash_bwd_dkv_sm80_kernel", *plan.bwd_dkv_tile,
       grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n)));
-  if (problem.varlen) {  // once for the rows of dq, once for those of dk and dv
-    list.insert(list.end(), 2, {.name = "flash_fill_unowned_kernel"});
-  }
+  if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
   return list;
 }
 
