@@ -66,7 +66,7 @@ device-tests: setup  ## unit tests of csrc/ptx, csrc/tile and csrc/attention
 lint: dev  ## formatters, mypy, layer rules, links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
+	@$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
 	$(VENV)/bin/mypy
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_links.py
@@ -74,7 +74,7 @@ lint: dev  ## formatters, mypy, layer rules, links
 format: dev  ## let the formatters change the files
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(CLANG_FORMAT) -i $(CXX_FILES)
+	@$(CLANG_FORMAT) -i $(CXX_FILES)
 
 check-sass: build dev  ## what the compiler made of the kernels
 	$(PY) -m tools.check_sass $$($(PY) -c "from flashattn_ext import _loader; \
