@@ -32,12 +32,6 @@ struct Band {
     return n0 + cols <= seqlen_k && n0 + cols - 1 - m0 <= upper && n0 - (m0 + rows - 1) >= lower;
   }
 
-  // True when no query of [m0, m0 + rows) sees any key of [n0, n0 + cols) by the band: all work on
-  // the block may be skipped.
-  __device__ __forceinline__ bool hides(int m0, int rows, int n0, int cols) const {
-    return n0 - (m0 + rows - 1) > upper || n0 + cols - 1 - m0 < lower || n0 >= seqlen_k;
-  }
-
   // Key blocks that queries [m0, m0 + block_m) see something of.
   __device__ __forceinline__ BlockRange key_blocks(int m0, int block_m, int block_n) const {
     const int32_t last_row = min(m0 + block_m, seqlen_q) - 1;

@@ -5,10 +5,9 @@
 // Grid:   one-dimensional, in the order of attention/tile_order.h.
 // Warps:  up to head dim 64 each sums dK and dV of its keys (SoloWarp); above, two warps share keys
 //         and each sums one of the two (PairedWarp). See bwd_dkv_warp.cuh.
-// Shared: K, V (kBlockN, kHeadDim); kStages tiles each of Q and dO (kBlockM, kHeadDim); for pairs
-// P^T
-//         in fp32; kStages rows of lse_log2 and delta. dV and dK leave through the warps' own rows
-//         of K and V.
+// Shared: K, V (kBlockN, kHeadDim); kStages tiles each of Q and dO (kBlockM, kHeadDim); P^T in fp32
+//         where warps come in pairs; kStages rows of lse_log2 and delta. dV and dK leave through
+//         the warps' own rows of K and V.
 // Barriers: the CTA's, once per query block; per pair of warps one named barrier "P is written".
 #pragma once
 
@@ -20,7 +19,6 @@
 #include "attention/seqlen_info.cuh"
 #include "attention/tile_order.h"
 #include "ptx/cp_async.cuh"
-#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/bwd_dkv_warp.cuh"
 #include "sm80/tiles.h"
@@ -103,8 +101,8 @@ __global__ void __launch_bounds__(Config::kNumThreads)
   const uint32_t sQ = sK + Config::kOffsetQ, sDo = sK + Config::kOffsetDo;
   const uint32_t sLse = sK + Config::kOffsetLse, sDelta = sK + Config::kOffsetDelta;
 
-  // The loaders are built where they load (ptx::opaque): their addresses need no registers while
-  // the products run.
+  const typename Config::QLoader q_loader(thread_idx, params.head_dim);
+  const typename Config::QLoader do_loader(thread_idx, params.head_dim_v);
   const auto load_step = [&](const QueryBlockIterator& it, int stage) {
     const int m0 = it.block * kBlockM;
     const int head_idx = kv_head_idx * group_size + it.head_in_group;
@@ -112,9 +110,6 @@ __global__ void __launch_bounds__(Config::kNumThreads)
                                  side_q.start + m0, head_idx);
     const Element* gDo = head_ptr(static_cast<const Element*>(params.dout), params.dout_strides,
                                   batch_idx, side_q.start + m0, head_idx);
-    const int thread_idx = ptx::opaque(threadIdx.x);
-    const typename Config::QLoader q_loader(thread_idx, params.head_dim);
-    const typename Config::QLoader do_loader(thread_idx, params.head_dim_v);
     q_loader.load(sQ + stage * Config::kQTileBytes, gQ, params.q_strides.row, side_q.length - m0);
     do_loader.load(sDo + stage * Config::kQTileBytes, gDo, params.dout_strides.row,
                    side_q.length - m0);

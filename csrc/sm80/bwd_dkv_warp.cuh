@@ -81,7 +81,6 @@ class SoloWarp {
 
   __device__ __forceinline__ void step(const QueryBlock& block, const Band& band, int n0,
                                        const ScoreTransform& transform) {
-    if (band.hides(block.m0, Config::kBlockM, n0 + warp_key, 16 * kMTiles)) return;
     float acc_s[kMTiles][kNTiles][4];
     tile::clear(acc_s);
     tile::gemm_xyt<Element>(acc_s, Operand::rows_first(sK_rows, lane),
@@ -168,7 +167,6 @@ class PairedWarp {
 
   __device__ __forceinline__ void step(const QueryBlock& block, const Band& band, int n0,
                                        const ScoreTransform& transform) {
-    if (band.hides(block.m0, Config::kBlockM, n0 + warp_key, 16 * kMTiles)) return;
     float acc_s[kMTiles][kNTiles][4];  // S^T, then P^T; of a dS warp dP^T, then dS^T
     tile::clear(acc_s);
     tile::gemm_xyt<Element>(acc_s, Operand::rows_first(own_rows, lane),

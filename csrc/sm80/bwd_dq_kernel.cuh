@@ -15,7 +15,6 @@
 #include "attention/seqlen_info.cuh"
 #include "attention/tile_order.h"
 #include "ptx/cp_async.cuh"
-#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "tile/gmem_copy.cuh"
 #include "tile/warp_gemm.cuh"
@@ -84,14 +83,12 @@ __global__ void __launch_bounds__(Config::kNumThreads)
                                side_k.start, kv_head_idx);
   const Element* gV = head_ptr(static_cast<const Element*>(params.v), params.v_strides, batch_idx,
                                side_k.start, kv_head_idx);
-  // The loaders are built where they load (ptx::opaque): their addresses need no registers while
-  // the products run.
+  const typename Config::KvLoader k_loader(thread_idx, params.head_dim);
+  const typename Config::KvLoader v_loader(thread_idx, params.head_dim_v);
   const auto load_kv = [&](int n_block, int stage) {
     const int n0 = n_block * kBlockN;
-    const typename Config::KvLoader k_loader(ptx::opaque(thread_idx), params.head_dim);
     k_loader.load(sK + stage * Config::kKvTileBytes, gK + n0 * params.k_strides.row,
                   params.k_strides.row, side_k.length - n0);
-    const typename Config::KvLoader v_loader(ptx::opaque(thread_idx), params.head_dim_v);
     v_loader.load(sV + stage * Config::kKvTileBytes, gV + n0 * params.v_strides.row,
                   params.v_strides.row, side_k.length - n0);
   };
@@ -138,44 +135,41 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     const uint32_t sV_stage = sV + stage * Config::kKvTileBytes;
 
     const int n0 = n_block * kBlockN;
-    if (!band.hides(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
-      float acc_s[kMTiles][kBlockN / 8][4];
-      tile::clear(acc_s);
-      tile::gemm_xyt<Element>(acc_s, q_operand,
-                              tile::Operand<kHeadDim>::cols_first(sK_stage, lane));
-      transform.apply(acc_s);
-      if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
-        apply_mask(acc_s, band, m0 + warp_row, n0, lane);
-      }
-      // acc_s becomes P, times the derivative of the softcap where there is one.
-      const auto form_p = [&](auto&& finish) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-          for (int j = 0; j < kBlockN / 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const float logit = acc_s[m][j][e];
-              acc_s[m][j][e] = finish(transform.probability(logit, lse_log2[m][e >> 1]), logit);
-            }
-      };
-      if (transform.softcap > 0.0f) {
-        form_p([&](float p, float logit) { return transform.softcap_d_logit(p, logit); });
-      } else {
-        form_p([](float p, float) { return p; });
-      }
-      float acc_dp[kMTiles][kBlockN / 8][4];
-      tile::clear(acc_dp);
-      tile::gemm_xyt<Element>(acc_dp, do_operand,
-                              tile::Operand<kHeadDim>::cols_first(sV_stage, lane));
+    float acc_s[kMTiles][kBlockN / 8][4];
+    tile::clear(acc_s);
+    tile::gemm_xyt<Element>(acc_s, q_operand, tile::Operand<kHeadDim>::cols_first(sK_stage, lane));
+    transform.apply(acc_s);
+    if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
+      apply_mask(acc_s, band, m0 + warp_row, n0, lane);
+    }
+    // acc_s becomes P, times the derivative of the softcap where there is one.
+    const auto form_p = [&](auto&& finish) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
         for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc_s[m][j][e] *= acc_dp[m][j][e] - delta[m][e >> 1];
-      tile::gemm_wz<Element>(acc_dq, acc_s, tile::Operand<kHeadDim>::rows_first(sK_stage, lane));
+          for (int e = 0; e < 4; ++e) {
+            const float logit = acc_s[m][j][e];
+            acc_s[m][j][e] = finish(transform.probability(logit, lse_log2[m][e >> 1]), logit);
+          }
+    };
+    if (transform.softcap > 0.0f) {
+      form_p([&](float p, float logit) { return transform.softcap_d_logit(p, logit); });
+    } else {
+      form_p([](float p, float) { return p; });
     }
+    float acc_dp[kMTiles][kBlockN / 8][4];
+    tile::clear(acc_dp);
+    tile::gemm_xyt<Element>(acc_dp, do_operand,
+                            tile::Operand<kHeadDim>::cols_first(sV_stage, lane));
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc_s[m][j][e] *= acc_dp[m][j][e] - delta[m][e >> 1];
+    tile::gemm_wz<Element>(acc_dq, acc_s, tile::Operand<kHeadDim>::rows_first(sK_stage, lane));
     if constexpr (Config::kStages == 2) {
       stage ^= 1;
     } else {

@@ -81,17 +81,18 @@ __global__ void __launch_bounds__(Config::kNumThreads)
   const Element* gV = head_ptr(static_cast<const Element*>(params.v), params.v_strides, batch_idx,
                                side_k.start, kv_head_idx);
   const typename Config::QLoader q_loader(thread_idx, params.head_dim);
-  // The loaders are built where they load (ptx::opaque): their addresses need no registers while
-  // the products run.
+  // With wide heads the loaders are built where they load, from an opaque thread index: their
+  // addresses then need no registers while the products run. Narrow heads have the registers.
+  const auto loader_thread = [&] { return kHeadDim > 128 ? ptx::opaque(thread_idx) : thread_idx; };
   const auto load_k = [&](int n_block, int stage) {
     const int n0 = n_block * kBlockN;
-    const typename Config::KvLoader loader(ptx::opaque(thread_idx), params.head_dim);
+    const typename Config::KvLoader loader(loader_thread(), params.head_dim);
     loader.load(sK + stage * Config::kKvTileBytes, gK + n0 * params.k_strides.row,
                 params.k_strides.row, side_k.length - n0);
   };
   const auto load_v = [&](int n_block, int stage) {
     const int n0 = n_block * kBlockN;
-    const typename Config::KvLoader loader(ptx::opaque(thread_idx), params.head_dim_v);
+    const typename Config::KvLoader loader(loader_thread(), params.head_dim_v);
     loader.load(sV + stage * Config::kKvTileBytes, gV + n0 * params.v_strides.row,
                 params.v_strides.row, side_k.length - n0);
   };
@@ -126,14 +127,11 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     ptx::cp_async_commit_group();
 
     const int n0 = n_block * kBlockN;
-    const bool hidden = band.hides(m0 + warp_row, 16 * kMTiles, n0, kBlockN);
     float acc_s[kMTiles][kBlockN / 8][4];
-    if (!hidden) {
-      tile::clear(acc_s);
-      tile::gemm_xyt<Element>(
-          acc_s, q_operand,
-          tile::Operand<kHeadDim>::cols_first(sK + stage * Config::kKvTileBytes, lane));
-    }
+    tile::clear(acc_s);
+    tile::gemm_xyt<Element>(
+        acc_s, q_operand,
+        tile::Operand<kHeadDim>::cols_first(sK + stage * Config::kKvTileBytes, lane));
 
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait_group<0>();
@@ -142,16 +140,13 @@ __global__ void __launch_bounds__(Config::kNumThreads)
       ptx::cp_async_commit_group();
     }
 
-    if (!hidden) {
-      transform.apply(acc_s);
-      if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
-        apply_mask(acc_s, band, m0 + warp_row, n0, lane);
-      }
-      softmax.step(acc_s, acc_o, transform.log2_scale);
-      tile::gemm_wz<Element>(
-          acc_o, acc_s,
-          tile::Operand<kHeadDim>::rows_first(sV + stage * Config::kKvTileBytes, lane));
+    transform.apply(acc_s);
+    if (!band.covers(m0 + warp_row, 16 * kMTiles, n0, kBlockN)) {
+      apply_mask(acc_s, band, m0 + warp_row, n0, lane);
     }
+    softmax.step(acc_s, acc_o, transform.log2_scale);
+    tile::gemm_wz<Element>(
+        acc_o, acc_s, tile::Operand<kHeadDim>::rows_first(sV + stage * Config::kKvTileBytes, lane));
     if constexpr (Config::kStages == 2) stage ^= 1;
   }
 

@@ -11,10 +11,10 @@ namespace flashattn_ext::sm80 {
 
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, cudaStream_t stream);
 
-// Reads params.delta (see smxx/bwd_delta.h); writes dq.
+// Reads params.delta and lse_log2 (smxx::run_bwd_delta); writes dq.
 cudaError_t run_bwd_dq(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream);
 
-// Reads params.delta; writes dk and dv.
+// Reads params.delta and lse_log2; writes dk and dv.
 cudaError_t run_bwd_dkv(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream);
 
 }  // namespace flashattn_ext::sm80

@@ -39,12 +39,17 @@ struct FwdTile : TileShape {
 };
 
 inline constexpr FwdTile kFwdTiles[] = {
-    {32, kSmem99, 128, 64, 4, 2},  //
-    {64, kSmem99, 128, 64, 4, 2},  //
-    {96, kSmem99, 128, 64, 4, 2},  //
-    {128, kSmem227, 128, 64, 4, 2}, {128, kSmem163, 128, 64, 4, 1}, {128, kSmem99, 64, 64, 4, 1},
-    {192, kSmem163, 128, 64, 8, 2}, {192, kSmem99, 128, 64, 8, 1},  //
-    {256, kSmem227, 128, 64, 8, 2}, {256, kSmem163, 128, 64, 8, 1}, {256, kSmem99, 64, 64, 4, 1},
+    {32, kSmem99, 128, 64, 4, 2},    //
+    {64, kSmem99, 128, 64, 4, 2},    //
+    {96, kSmem99, 128, 64, 4, 2},    //
+    {128, kSmem227, 128, 64, 4, 2},  //
+    {128, kSmem163, 128, 64, 4, 1},  //
+    {128, kSmem99, 64, 64, 4, 1},    //
+    {192, kSmem99, 64, 64, 4, 1},    //
+    // Two CTAs of four warps where they fit, else one of eight.
+    {256, kSmem227, 64, 64, 4, 1},   //
+    {256, kSmem163, 128, 64, 8, 1},  //
+    {256, kSmem99, 64, 64, 4, 1},    //
 };
 
 // dQ kernel: one CTA per (query block, head), looping over key blocks.
@@ -54,12 +59,12 @@ struct BwdDqTile : TileShape {
 };
 
 inline constexpr BwdDqTile kBwdDqTiles[] = {
-    {32, kSmem99, 128, 64, 4, 2},                                  //
-    {64, kSmem99, 128, 64, 4, 2},                                  //
-    {96, kSmem99, 128, 32, 4, 2},                                  //
-    {128, kSmem99, 128, 32, 4, 2},                                 //
-    {192, kSmem163, 128, 64, 8, 1}, {192, kSmem99, 64, 64, 4, 1},  //
-    {256, kSmem227, 128, 64, 8, 1}, {256, kSmem99, 64, 32, 4, 1},
+    {32, kSmem99, 128, 64, 4, 2},   //
+    {64, kSmem99, 128, 64, 4, 2},   //
+    {96, kSmem99, 128, 32, 4, 2},   //
+    {128, kSmem99, 128, 32, 4, 2},  //
+    {192, kSmem99, 64, 64, 4, 1},   //
+    {256, kSmem99, 64, 32, 4, 1},   //
 };
 
 // dK/dV kernel: one CTA per (key block, KV head), looping over the group's query heads and blocks.
@@ -77,12 +82,15 @@ struct BwdDkvTile : TileShape {
 };
 
 inline constexpr BwdDkvTile kBwdDkvTiles[] = {
-    {32, kSmem99, 64, 128, 4, 2},                                 //
-    {64, kSmem99, 32, 128, 4, 2},                                 //
-    {96, kSmem99, 64, 64, 4, 2},                                  //
-    {128, kSmem227, 64, 64, 4, 2}, {128, kSmem99, 64, 64, 4, 1},  //
-    {192, kSmem163, 64, 64, 8, 2}, {192, kSmem99, 32, 32, 4, 2},  //
-    {256, kSmem227, 64, 64, 8, 2}, {256, kSmem99, 32, 32, 4, 1},
+    {32, kSmem99, 64, 128, 4, 2},   //
+    {64, kSmem99, 32, 128, 4, 2},   //
+    {96, kSmem99, 64, 64, 4, 2},    //
+    {128, kSmem227, 64, 64, 4, 2},  //
+    {128, kSmem99, 64, 64, 4, 1},   //
+    {192, kSmem163, 64, 64, 8, 2},  //
+    {192, kSmem99, 32, 32, 4, 2},   //
+    {256, kSmem227, 64, 64, 8, 2},  //
+    {256, kSmem99, 32, 32, 4, 1},   //
 };
 
 }  // namespace flashattn_ext::sm80

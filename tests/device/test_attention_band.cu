@@ -16,7 +16,6 @@ struct Question {
 
 struct Answer {
   bool covers;            // every query of the block sees every key of the block
-  bool hides;             // no query of the block sees any key of the block
   Interval key_blocks;    // that the queries see something of
   Interval query_blocks;  // that see something of the keys
   Interval keys;          // that query m0 sees
@@ -38,7 +37,6 @@ __global__ void band_kernel(const Question* questions, Answer* answers, int coun
   const int64_t first_row = max(0, band.first_row(q.n0));
   const int64_t end_row = min(q.problem.seqlen_q, band.end_row(q.n0));
   answers[i].covers = band.covers(q.m0, q.block_m, q.n0, q.block_n);
-  answers[i].hides = band.hides(q.m0, q.block_m, q.n0, q.block_n);
   answers[i].key_blocks = {key_blocks.begin, key_blocks.end};
   answers[i].query_blocks = {query_blocks.begin, query_blocks.end};
   answers[i].keys = {band.first_key(q.m0), band.end_key(q.m0)};
@@ -51,15 +49,13 @@ Interval blocks_of(Interval x, int64_t block) {
   return x.empty() ? Interval{0, 0} : Interval{x.begin / block, (x.end + block - 1) / block};
 }
 
-// `covers` and `hides` ask about whole blocks: a block's rows past seqlen_q count as queries, and
-// for `hides`, which goes by the window alone, keys past seqlen_k count as keys.
+// `covers` asks about whole blocks: a block's rows past seqlen_q count as queries.
 Answer search(const Question& q) {
   const BandProblem& p = q.problem;
-  Answer answer = {true, true, {INT32_MAX, 0}, {INT32_MAX, 0}, {INT32_MAX, 0}, {INT32_MAX, 0}};
+  Answer answer = {true, {INT32_MAX, 0}, {INT32_MAX, 0}, {INT32_MAX, 0}, {INT32_MAX, 0}};
   for (int64_t i = q.m0; i < q.m0 + q.block_m; ++i)
     for (int64_t j = q.n0; j < q.n0 + q.block_n; ++j) {
       answer.covers = answer.covers && j < p.seqlen_k && p.in_window(i, j);
-      answer.hides = answer.hides && !p.in_window(i, j);
     }
   const auto extend = [](Interval& x, int64_t at) {
     x = {std::min(x.begin, at), std::max(x.end, at + 1)};
@@ -92,7 +88,6 @@ Answer intervals(const Question& q) {
   const int64_t nearest = int64_t{q.n0} - q.m0 - q.block_m + 1;
   const int64_t farthest = int64_t{q.n0} + q.block_n - 1 - q.m0;
   Answer answer;
-  answer.hides = nearest > upper || farthest < lower;
   answer.covers = int64_t{q.n0} + q.block_n <= p.seqlen_k && farthest <= upper && nearest >= lower;
   answer.key_blocks = blocks_of(keys(q.m0, last_row), q.block_n);
   answer.query_blocks = blocks_of(rows(q.n0, last_key), q.block_m);
@@ -111,10 +106,8 @@ void check_interval(const Question& q, const char* what, Interval actual, Interv
 }
 
 void check_answer(const Question& q, const Answer& actual, const Answer& expected) {
-  check(actual.covers == expected.covers && actual.hides == expected.hides,
-        "%s, queries %d+%d, keys %d+%d: covers %d, hides %d, wanted %d and %d",
-        q.problem.text().c_str(), q.m0, q.block_m, q.n0, q.block_n, actual.covers, actual.hides,
-        expected.covers, expected.hides);
+  check(actual.covers == expected.covers, "%s, queries %d+%d, keys %d+%d: covers %d, wanted %d",
+        q.problem.text().c_str(), q.m0, q.block_m, q.n0, q.block_n, actual.covers, expected.covers);
   check_interval(q, "key blocks", actual.key_blocks, expected.key_blocks);
   check_interval(q, "query blocks", actual.query_blocks, expected.query_blocks);
   check_interval(q, "keys of the first query", actual.keys, expected.keys);
