@@ -51,10 +51,20 @@ def environment_flag(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
+def target_python() -> str:
+    """The interpreter to build for.
+
+    An environment's python, python3 and python3.x are one: always the same name, because the name
+    is part of the compile commands and a new command recompiles everything.
+    """
+    versioned = Path(sys.executable).with_name("python{}.{}".format(*sys.version_info))
+    running = str(versioned) if versioned.exists() else sys.executable
+    return os.environ.get("FLASHATTN_EXT_PYTHON", running)
+
+
 def python_facts() -> dict[str, str]:
     """What `cmake/python_facts.py` says about the interpreter to build for."""
-    python = os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable)
-    command = [python, str(ROOT / "cmake" / "python_facts.py")]
+    command = [target_python(), str(ROOT / "cmake" / "python_facts.py")]
     if torch_folder := os.environ.get("FLASHATTN_EXT_TORCH_DIR"):
         command.append(torch_folder)
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -129,7 +139,7 @@ class CMakeBuild(build_ext):
         folder = build_folder(self.facts)
         options = {
             "CMAKE_MAKE_PROGRAM": pypi_tool("ninja", "BIN_DIR"),
-            "FLASHATTN_EXT_PYTHON": os.environ.get("FLASHATTN_EXT_PYTHON", sys.executable),
+            "FLASHATTN_EXT_PYTHON": target_python(),
             "FLASHATTN_EXT_TORCH_DIR": os.environ.get("FLASHATTN_EXT_TORCH_DIR", ""),
             "FLASHATTN_EXT_CUDA_ARCHS": cuda_archs(),
             **{name: environment_flag(name) for name in FLAGS},
