@@ -209,6 +209,7 @@ def build_small_tree(tmp_path: Path, *options: str) -> subprocess.CompletedProce
         copy(ROOT / name, tmp_path / name)
     sources = {
         "flashattn_ext/_source_hash.py": (ROOT / "flashattn_ext/_source_hash.py").read_text(),
+        "tools/ptxas_allowance.txt": "",
         "csrc/binding/module.cpp": MODULE,
         "csrc/plan/plan.cpp": "int plan() { return 1; }\n",
         "csrc/binding/cuda.cpp": "#include <cuda_runtime_api.h>\n",

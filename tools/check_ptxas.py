@@ -3,8 +3,8 @@
     python tools/check_ptxas.py build/NAME [--strict] [--table]
 
 Spill bytes above `tools/ptxas_allowance.txt` and notes that ptxas serialised a wgmma pipeline
-(C7508, C7510 ... C7519) are warnings; with --strict (CI) they are errors. --table prints every
-kernel's registers, shared memory and spills.
+(C7508, C7510 ... C7519) are warnings. With --strict (CI) they are errors, and so are rows of that
+file that no kernel needs. --table prints every kernel's registers, static shared memory and spills.
 """
 
 from __future__ import annotations
@@ -85,6 +85,22 @@ def allowed_bytes(name: str, arch: str, allowance: list[tuple[re.Pattern[str], s
     return max(rows, default=0)
 
 
+def unused_rows(
+    kernels: list[Kernel], allowance: list[tuple[re.Pattern[str], str, int]]
+) -> list[str]:
+    """Allowances for an arch that was built which no spilling kernel needs: they hide the next."""
+    archs = {kernel.arch for kernel in kernels}
+    return [
+        f"no kernel needs the allowance of {spill_bytes} bytes for {pattern.pattern} ({arch})"
+        for pattern, arch, spill_bytes in allowance
+        if arch in archs | {"*"}
+        and not any(
+            kernel.spill_bytes and arch in ("*", kernel.arch) and pattern.search(kernel.name)
+            for kernel in kernels
+        )
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, help="build folder that holds *.ptxas.log files")
@@ -109,6 +125,8 @@ def main() -> int:
         if kernel.spill_bytes > allowed:
             spilled = f"spills {kernel.spill_bytes} bytes, allowed {allowed}"
             findings.append(f"{kernel.name} ({kernel.arch}) {spilled}")
+    if arguments.strict:
+        findings += unused_rows(kernels, allowance)
     if arguments.table:
         for kernel in sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch)):
             print(
