@@ -8,7 +8,7 @@
 // Shared: K, V (kBlockN, kHeadDim); kStages tiles each of Q and dO (kBlockM, kHeadDim); P^T in fp32
 //         where warps come in pairs; kStages rows of lse_log2 and delta. dV and dK leave through
 //         the warps' own rows of K and V.
-// Barriers: the CTA's, once per query block; per pair of warps one named barrier "P is written".
+// Barriers: the CTA's, once per query block; per pair of warps a named one, where P changes hands.
 #pragma once
 
 #include <type_traits>

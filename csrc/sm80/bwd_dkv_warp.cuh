@@ -184,9 +184,11 @@ class PairedWarp {
                           make_float4(d_logit[0], d_logit[1], d_logit[2], d_logit[3]));
       };
       form_probabilities(acc_s, transform, block.sLse, lane, keep_and_hand_over);
-      ptx::named_barrier_arrive(1 + pair_idx, 64);  // P of this query block is written
-    } else {
-      ptx::named_barrier_sync(1 + pair_idx, 64);  // wait until the partner has written P
+    }
+    // The pair meets: P of this query block is written, and may be read. The P warp, which has the
+    // exponentials to do, comes last and hardly ever waits.
+    ptx::named_barrier_sync(1 + pair_idx, 64);
+    if (is_ds_warp) {
 #pragma unroll
       for (int j = 0; j < kNTiles; ++j) {
         const float2 delta = ptx::ld_shared_v2(block.sDelta + 4 * (8 * j + tile::acc_col(lane, 0)));
