@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.problems import Inputs, Problem
@@ -129,10 +130,21 @@ def make_torch_varlen(problem: Problem) -> Attend:
     return attend
 
 
+def keep_backward_buffers() -> None:
+    """Lets the backward of a function compiled from now on keep its graph, as timing does.
+
+    A backward that was compiled while its graph was let go overwrites what was saved, and refuses
+    to run otherwise. The switch is the process's; a torch that has none does not overwrite.
+    """
+    if hasattr(torch._functorch.config, "donated_buffer"):
+        torch._functorch.config.donated_buffer = False
+
+
 @functools.cache
 def _compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
+    keep_backward_buffers()
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 import reference
 import torch
 
 from benchmarks import (
+    baselines,
     bench_attention,
     bench_memory,
     bench_overhead,
@@ -110,13 +112,32 @@ def test_a_wrong_candidate_is_not_timed(monkeypatch):
         list(bench_attention.candidates_for(problem, inputs, ("flashattn_ext",)))
 
 
-def test_missing_packages_are_unavailable():
+def test_missing_packages_are_unavailable(monkeypatch):
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     problem = problems.dense(64, 512, False)
     for name in ("fa2", "fa3", "fa4"):
         with pytest.raises(Unavailable, match="not importable"):
             IMPLEMENTATIONS[name].make(problem)
     with pytest.raises(Unavailable, match="no varlen form"):
         IMPLEMENTATIONS["sdpa_flash"].make(problems.varlen(64, True, "mixed"))
+
+
+def test_a_compiled_baseline_can_be_checked_and_then_timed(monkeypatch):
+    """The check runs the backward once and lets the graph go; timing keeps it for many runs."""
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    torch._dynamo.reset()
+    baselines.keep_backward_buffers()
+
+    @torch.compile(backend="aot_eager")
+    def attend(q, k):
+        return (q @ k.mT).softmax(-1) @ k.sin()
+
+    leaves = [torch.randn(8, 4, requires_grad=True) for _ in "qk"]
+    torch.autograd.grad(attend(*leaves).sum(), leaves)
+    out = attend(*leaves)
+    for _ in range(2):
+        torch.autograd.grad(out.sum(), leaves, retain_graph=True)
 
 
 def test_varlen_problem_runs_on_the_cpu():
