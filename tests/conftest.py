@@ -1,16 +1,13 @@
-"""Shared test set-up: markers, devices, seeds, poisoned allocations, the hypothesis profile.
+"""Shared test set-up: GPU markers, devices, seeds, poisoned allocations, the hypothesis profile.
 
 Helpers that tests import by name live beside this file: `reference` (the unfused computation) and
 `compare` (the accuracy rule).
 """
 
 import os
-import sys
-from pathlib import Path
 
 # cuBLAS asks for this before its first call when deterministic algorithms are on (see `poison`).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
@@ -23,13 +20,6 @@ try:
 except ImportError:  # the property tests skip themselves, everything else still runs
     hypothesis = None
 
-MARKERS = {
-    "gpu": "needs a CUDA device of compute capability 8.0 or newer",
-    "sm90": "needs a CUDA device of compute capability 9.x",
-    "slow": "takes more than a few seconds",
-    "no_poison": "runs without NaN-filled torch.empty",
-}
-
 if hypothesis is not None:
     # "repo" tries the same examples every time; "search" looks for new ones.
     hypothesis.settings.register_profile(
@@ -41,11 +31,6 @@ if hypothesis is not None:
     )
     hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repo"))
-
-
-def pytest_configure(config):
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def missing_gpu(markers):

@@ -38,14 +38,11 @@ def expected(
 ) -> dict[str, torch.Tensor]:
     """The same from the dense reference: fp64, or in the inputs' type.
 
-    `out` given: the exact gradients for a backward that starts from this rounded out. It enters
-    through delta = rowsum(dout * out) alone, and dS = P * (dP - delta + dlse), so its rounding
-    acts as a gradient of lse.
+    `out` given: the exact gradients for a backward that starts from this rounded out.
     """
     dlse = x.dlse if with_dlse else None
     if out is not None:
-        exact = expected(x, options)["out"]
-        shift = ((exact - out.double()) * x.dout.double()).sum(-1).transpose(-1, -2)
+        shift = reference.dlse_of_stored_out(expected(x, options)["out"], out, x.dout)
         dlse = shift if dlse is None else dlse + shift
     options = {**options, "same_dtype": same_dtype}
     if not x.lengths:

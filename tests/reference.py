@@ -190,6 +190,16 @@ def attention_varlen(
     return out, lse, rows_seen, keys_seen
 
 
+def dlse_of_stored_out(exact_out, out, dout):
+    """What the rounding of a stored `out` does to the backward, as a gradient of lse.
+
+    out enters the backward through delta = rowsum(dout * out) alone, and dS = P * (dP - delta +
+    dlse). Added to dlse, this makes `run` differentiate what the backward was given: the fp64
+    gradient that belongs to the stored out (docs/accuracy.md says where that is the measure).
+    """
+    return ((exact_out - out.double()) * dout.double()).sum(-1).transpose(-1, -2)
+
+
 def leaf(x, same_dtype):
     """A leaf copy that requires grad, in fp64 unless `same_dtype`."""
     x = x.detach().clone() if same_dtype else x.detach().double()

@@ -82,15 +82,6 @@ def for_reference(options, batch, heads_q, seqlen_q, seqlen_k):
     return options
 
 
-def dlse_of_stored_out(exact_out, out, dout):
-    """What the rounding of a stored `out` does to the backward, as a gradient of LSE.
-
-    out enters the backward through delta = rowsum(dout * out) alone, dS = P (dP - delta + dLSE).
-    Added to dlse, it makes the reference differentiate what the backward was given.
-    """
-    return ((exact_out - out.double()) * dout.double()).sum(-1).transpose(-1, -2)
-
-
 def make_inputs(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, dtype):
     """q, k, v, dout, dlse: randn, rounded to dtype (dlse to LSE's type)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

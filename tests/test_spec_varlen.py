@@ -4,7 +4,7 @@ import compare
 import pytest
 import reference
 import torch
-from spec_runner import RNG_STATE, dlse_of_stored_out, make_inputs, run, run_varlen
+from spec_runner import RNG_STATE, make_inputs, run, run_varlen
 
 from flashattn_ext.dropout import dropout_mask
 from flashattn_ext.spec_varlen import Packing, varlen_forward
@@ -44,7 +44,7 @@ def assert_varlen_matches(packed, **options):
     rule = {"dtype": packed["q"].dtype, "dout": packed["dout"], "v": packed["v"]}
     forward = {name: actual[name] for name in ("out", "lse")}
     compare.assert_accurate(forward, exact, **rule)
-    shift = dlse_of_stored_out(exact["out"], actual["out"], packed["dout"])
+    shift = reference.dlse_of_stored_out(exact["out"], actual["out"], packed["dout"])
     exact = reference.run_varlen(**{**packed, "dlse": packed["dlse"] + shift}, **expected)
     backward = {name: x for name, x in actual.items() if name not in forward}
     compare.assert_accurate(backward, exact, **rule)
