@@ -42,7 +42,9 @@ struct TileOrder {
     return {descending ? num_blocks - 1 - rank : rank, first_head + in_group % heads};
   }
 
-  int64_t num_tiles() const { return static_cast<int64_t>(num_blocks) * num_heads; }
+  FLASHATTN_EXT_HOST_DEVICE int64_t num_tiles() const {
+    return static_cast<int64_t>(num_blocks) * num_heads;
+  }
 };
 
 // `bytes_per_unit`: operand bytes shared by each `heads_per_unit` consecutive heads.

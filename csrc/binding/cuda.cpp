@@ -18,6 +18,7 @@
 #include "binding/check.h"
 #include "plan/plan.h"
 #include "sm80/launch.h"
+#include "sm90/launch.h"
 #include "smxx/kernels.h"
 
 namespace flashattn_ext {
@@ -215,9 +216,14 @@ void fill_fwd_params(FwdParams& params, const Problem& problem, const Plan& plan
 
 // ---- fwd ----
 
-void launch_fwd(const Plan& plan, const FwdParams& params) {
+void launch_fwd(const Plan& plan, const FwdParams& params, const Tensor& workspace) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(sm80::run_fwd(params, *plan.fwd_tile, stream));
+  if (plan.sm90_fwd_tile != nullptr) {
+    auto* counter = static_cast<int32_t*>(workspace.defined() ? workspace.data_ptr() : nullptr);
+    C10_CUDA_CHECK(sm90::run_fwd(params, *plan.sm90_fwd_tile, {plan.num_ctas, counter}, stream));
+  } else {
+    C10_CUDA_CHECK(sm80::run_fwd(params, *plan.fwd_tile, stream));
+  }
   if (params.cu_seqlens_q != nullptr) {
     C10_CUDA_CHECK(smxx::run_fwd_fill_unowned(params, stream));
   }
@@ -250,7 +256,11 @@ FwdResult fwd_cuda(const FwdArgs& args) {
   const Inputs inputs(args, plan);
   FwdParams params;
   fill_fwd_params(params, problem, plan, args.options, inputs, out, lse);
-  launch_fwd(plan, params);
+  Tensor workspace;
+  if (plan.workspace_bytes > 0) {
+    workspace = at::empty({plan.workspace_bytes}, options.dtype(at::kByte));
+  }
+  launch_fwd(plan, params, workspace);
   return {out, lse, rng_state};
 }
 

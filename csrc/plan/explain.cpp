@@ -35,10 +35,7 @@ Explanation explain(const Problem& problem, const DeviceInfo& device, std::strin
   if (plan.copy_out) explanation.copies.push_back("out");
   if (plan.copy_dout) explanation.copies.push_back("dout");
   explanation.workspace_bytes = plan.workspace_bytes;
-  if (plan.workspace_bytes > 0) {
-    explanation.workspace_formula =
-        problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
-  }
+  explanation.workspace_formula = plan.workspace_formula;
   return explanation;
 }
 

@@ -2,22 +2,16 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "plan/cuda_rules.h"
 #include "plan/plan.h"
 
 namespace flashattn_ext {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;  // r and kUnlimited stay inside int32
-constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;    // CUDA's limit of grid.x
-constexpr int64_t kMaxInt32 = (int64_t{1} << 31) - 1;
-constexpr int64_t kCopyBytes = 16;    // one cp.async, ldmatrix row or vector store
-constexpr int64_t kElementBytes = 2;  // float16 and bfloat16
-
 constexpr int32_t kDeltaRows = 64;  // query rows per CTA of smxx/bwd_delta.cu
 
 constexpr int64_t kMaxTileRows = 128;  // most rows of any tile in sm80/tiles.h
-constexpr int64_t kMaxRowStride = kMaxInt32 / kMaxTileRows;  // offsets inside a tile are 32-bit
+static_assert(kMaxTileRows * kMaxRowStride <= kMaxInt32, "offsets inside a tile are 32-bit");
 
 // The first row of the problem's bucket that the device has the shared memory for.
 template <class Tile, size_t kRows>
@@ -49,55 +43,6 @@ static_assert(is_sound(sm80::kFwdTiles));
 static_assert(is_sound(sm80::kBwdDqTiles));
 static_assert(is_sound(sm80::kBwdDkvTiles));
 
-bool needs_copy(const Layout& layout) {
-  constexpr int64_t kCopyElements = kCopyBytes / kElementBytes;
-  const Strides& strides = layout.strides;
-  return !layout.contiguous_last || !layout.aligned || strides.batch % kCopyElements != 0 ||
-         strides.row % kCopyElements != 0 || strides.head % kCopyElements != 0 ||
-         strides.row > kMaxRowStride;
-}
-
-const char* name_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::kFloat16:
-      return "float16";
-    case ScalarType::kBFloat16:
-      return "bfloat16";
-    case ScalarType::kFloat32:
-      return "float32";
-    case ScalarType::kFloat64:
-      return "float64";
-    case ScalarType::kOther:
-      break;
-  }
-  return "another dtype";
-}
-
-Reason reject_options(uint32_t options) {
-  constexpr struct {
-    uint32_t bit;
-    const char* name;
-  } kNames[] = {
-      {kBias, "bias"},
-      {kKeyBias, "key_bias"},
-      {kMask, "mask"},
-      {kRelBias, "rel_bias"},
-      {kAlibiSlopes, "alibi_slopes"},
-      {kSink, "sink"},
-      {kBlockMask, "block_mask"},
-      {kDropout, "dropout_p"},
-  };
-  for (const auto& option : kNames) {
-    if ((options & option.bit) != 0) {
-      return {.text =
-                  "{name} is not in the CUDA kernels; it works on CPU tensors: move the call "
-                  "there or leave {name} out",
-              .name = option.name};
-    }
-  }
-  return {};
-}
-
 Reason reject_device(const DeviceInfo& device) {
   if (device.cc_major < 8) {
     return {.text = "it needs compute capability 8.0 or newer and this device has {a}.{b}",
@@ -112,69 +57,9 @@ Reason reject_device(const DeviceInfo& device) {
   return {};
 }
 
-Reason reject_head_dim(int64_t head_dim, const char* tensors, const char* how) {
-  if (head_dim > kMaxHeadDim) {
-    return {.text = "head dim {a} of {name} is larger than {b}, its largest tile",
-            .a = head_dim,
-            .b = kMaxHeadDim,
-            .name = tensors};
-  }
-  if (head_dim < 8 || head_dim % 8 != 0) {
-    return {.text = how, .a = head_dim, .b = (head_dim / 8 + 1) * 8, .name = tensors};
-  }
-  return {};
-}
-
-Reason reject_sizes(const Problem& problem) {
-  constexpr const char* kTooMany = "{name} {a} is larger than {b}; split the call";
-  if (problem.seqlen_q > kMaxSeqlen) {
-    return {kTooMany, problem.seqlen_q, kMaxSeqlen, "query length"};
-  }
-  if (problem.seqlen_k > kMaxSeqlen) {
-    return {kTooMany, problem.seqlen_k, kMaxSeqlen, "key length"};
-  }
-  if (problem.batch > kMaxInt32) return {kTooMany, problem.batch, kMaxInt32, "batch"};
-  if (problem.num_heads_q > kMaxInt32) {
-    return {kTooMany, problem.num_heads_q, kMaxInt32, "head count"};
-  }
-  // batch * heads alone must not overflow the product below.
-  if (problem.batch > 0 && problem.num_heads_q > kMaxGrid / problem.batch) {
-    return {kTooMany, problem.num_heads_q, kMaxGrid / problem.batch, "head count"};
-  }
-  return {};
-}
-
-Reason reject_grid(int64_t blocks) {
-  if (blocks > kMaxGrid) {
-    return {.text = "its grid of {a} blocks is larger than {b}; split the batch",
-            .a = blocks,
-            .b = kMaxGrid};
-  }
-  return {};
-}
-
 Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   if (Reason reason = reject_device(device)) return reason;
-  if (problem.dtype != ScalarType::kFloat16 && problem.dtype != ScalarType::kBFloat16) {
-    return {.text =
-                "it takes float16 and bfloat16 and q is {name}; cast q, k and v, or call under "
-                "torch.autocast('cuda')",
-            .name = name_of(problem.dtype)};
-  }
-  if (Reason reason = reject_head_dim(
-          problem.head_dim, "q and k",
-          "head dim {a} of {name} is not a multiple of 8; pad {name} with zeros to {b} and pass "
-          "softmax_scale=1/sqrt({a})")) {
-    return reason;
-  }
-  if (Reason reason = reject_head_dim(
-          problem.head_dim_v, "v",
-          "head dim {a} of {name} is not a multiple of 8; pad {name} with zeros to {b} and take "
-          "the first {a} columns of the output")) {
-    return reason;
-  }
-  if (Reason reason = reject_options(problem.options)) return reason;
-  if (Reason reason = reject_sizes(problem)) return reason;
+  if (Reason reason = reject_problem(problem)) return reason;
 
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const int32_t smem = device.smem_per_block_bytes;
@@ -189,6 +74,8 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   plan.copy_out = needs_copy(problem.out);
   plan.copy_dout = needs_copy(problem.dout);
   plan.workspace_bytes = 2 * row_stats_bytes(problem);  // delta and lse_log2
+  plan.workspace_formula =
+      problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
   plan.bwd_dq_tile = pick_tile(sm80::kBwdDqTiles, head_dim, smem);
   plan.bwd_dkv_tile = pick_tile(sm80::kBwdDkvTiles, head_dim, smem);
   const int64_t dq_blocks =

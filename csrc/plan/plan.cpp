@@ -18,7 +18,7 @@ Reason choose(const Family& family, const Problem& problem, const DeviceInfo& de
 }  // namespace
 
 const std::vector<const Family*>& families() {
-  static const std::vector<const Family*> list = {&kSm80Family, &kSpecFamily};
+  static const std::vector<const Family*> list = {&kSm90Family, &kSm80Family, &kSpecFamily};
   return list;
 }
 

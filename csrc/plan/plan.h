@@ -11,6 +11,7 @@
 #include "plan/problem.h"
 #include "plan/reason.h"
 #include "sm80/tiles.h"
+#include "sm90/tiles.h"
 
 namespace flashattn_ext {
 
@@ -45,6 +46,7 @@ struct Family {
   std::vector<KernelReport> (*kernels)(const Problem& problem, const Plan& plan);
 };
 
+extern const Family kSm90Family;  // family_sm90.cpp
 extern const Family kSm80Family;  // family_sm80.cpp
 extern const Family kSpecFamily;  // family_spec.cpp
 
@@ -53,6 +55,8 @@ struct Plan {
   Window window;
 
   // Rows of the tile tables, set by the family that uses them.
+  const sm90::FwdTile* sm90_fwd_tile = nullptr;
+  int32_t num_ctas = 0;  // of the persistent launch of sm90_fwd_tile
   const sm80::FwdTile* fwd_tile = nullptr;
   const sm80::BwdDqTile* bwd_dq_tile = nullptr;
   const sm80::BwdDkvTile* bwd_dkv_tile = nullptr;
@@ -67,8 +71,10 @@ struct Plan {
   bool copy_out = false;
   bool copy_dout = false;
 
-  // Bytes allocated for the launch besides outputs and copies: the backward's delta and lse_log2.
+  // Bytes allocated for the launch besides outputs and copies: the backward's delta and lse_log2,
+  // or a persistent launch's counter.
   int64_t workspace_bytes = 0;
+  const char* workspace_formula = "";
 };
 
 // The plan for `problem`. `forced` names the only family to ask; empty asks all of them in order.

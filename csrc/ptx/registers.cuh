@@ -1,4 +1,4 @@
-// Register allocation hints: empty asm statements that emit no instruction.
+// Register allocation: hints to the compiler, and moving registers between warpgroups (sm_90a).
 #pragma once
 
 namespace flashattn_ext::ptx {
@@ -8,6 +8,17 @@ namespace flashattn_ext::ptx {
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
+}
+
+// Gives up or takes registers so that each thread of the warpgroup has kCount of them (a multiple
+// of 8). Every warp of the warpgroup executes it. PTX ISA, "setmaxnreg".
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 
 }  // namespace flashattn_ext::ptx

@@ -3,33 +3,15 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
+#include "attention/launch.cuh"
 #include "attention/params.h"
 #include "attention/score.cuh"
 #include "attention/tile_order.h"
 #include "sm80/launch.h"
 
 namespace flashattn_ext::sm80 {
-
-inline int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
-
-// Above 48 KB, dynamic shared memory must be asked for, per kernel and device. Once is enough, so
-// the devices that have it are remembered; asking twice from two threads does no harm.
-template <typename Config, typename Kernel>
-cudaError_t allow_smem(Kernel* kernel) {
-  static std::atomic<uint64_t> allowed_devices{0};
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if ((allowed_devices.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
-  const cudaError_t refused =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
-  if (refused == cudaSuccess) allowed_devices.fetch_or(bit, std::memory_order_relaxed);
-  return refused;
-}
 
 template <typename Config, typename Params>
 cudaError_t launch_tiles(void (*kernel)(Params, ScoreTransform, TileOrder), const Params& params,

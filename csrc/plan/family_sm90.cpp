@@ -1,0 +1,124 @@
+// Support rules and tile choice of the Hopper kernels in csrc/sm90.
+#include <algorithm>
+#include <cstddef>
+
+#include "plan/cuda_rules.h"
+#include "plan/plan.h"
+
+namespace flashattn_ext {
+namespace {
+
+constexpr int64_t kMaxMapStride = int64_t{1} << 39;  // elements; tensor maps hold 2^40 bytes
+constexpr int32_t kSmemHopper = 227 * 1024;
+
+const sm90::FwdTile* pick_tile(int64_t head_dim) {
+  for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
+    if (head_dim <= tile.bucket) return &tile;
+  }
+  return nullptr;
+}
+
+constexpr bool is_sound() {
+  for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
+    if (tile.smem_bytes() > kSmemHopper) return false;
+  }
+  return true;
+}
+static_assert(is_sound(), "every tile fits the shared memory of a Hopper SM");
+
+// A tensor map steps through memory: a dimension may not repeat in place, and its strides are
+// bounded. Copies are contiguous and always fine.
+Reason reject_layout(const char* name, const Layout& layout, int64_t batch, int64_t rows,
+                     int64_t heads) {
+  const Strides& strides = layout.strides;
+  const struct {
+    int64_t size, stride;
+  } dims[] = {{batch, strides.batch}, {rows, strides.row}, {heads, strides.head}};
+  for (const auto& dim : dims) {
+    if (dim.size > 1 && dim.stride == 0) {
+      return {.text =
+                  "{name} repeats a dimension in place (stride 0), which tensor maps cannot; "
+                  "pass a contiguous copy to use it",
+              .name = name};
+    }
+    if (dim.stride >= kMaxMapStride) {
+      return {.text = "a stride of {name}, {a} elements, is larger than {b}",
+              .a = dim.stride,
+              .b = kMaxMapStride - 1,
+              .name = name};
+    }
+  }
+  return {};
+}
+
+int64_t num_tiles(const Problem& problem, const sm90::FwdTile& tile) {
+  return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m());
+}
+
+Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
+  if (device.cc_major != 9 || device.cc_minor != 0) {
+    return {.text = "it needs compute capability 9.0 and this device has {a}.{b}",
+            .a = device.cc_major,
+            .b = device.cc_minor};
+  }
+  if (problem.op != Op::kForward) return {"it has the forward only"};
+  if (Reason reason = reject_problem(problem)) return reason;
+
+  plan.copy_q = needs_copy(problem.q);
+  plan.copy_k = needs_copy(problem.k);
+  plan.copy_v = needs_copy(problem.v);
+  const int64_t batch = problem.varlen ? 1 : problem.batch;
+  const int64_t rows_q = problem.varlen ? problem.total_q : problem.seqlen_q;
+  const int64_t rows_k = problem.varlen ? problem.total_k : problem.seqlen_k;
+  if (std::max(rows_q, rows_k) > kMaxInt32) {
+    return {.text = "{a} packed rows are more than {b}, the largest coordinate of a tensor map",
+            .a = std::max(rows_q, rows_k),
+            .b = kMaxInt32};
+  }
+  const struct {
+    const char* name;
+    const Layout& layout;
+    bool copied;
+    int64_t rows, heads;
+  } inputs[] = {{"q", problem.q, plan.copy_q, rows_q, problem.num_heads_q},
+                {"k", problem.k, plan.copy_k, rows_k, problem.num_heads_k},
+                {"v", problem.v, plan.copy_v, rows_k, problem.num_heads_k}};
+  for (const auto& input : inputs) {
+    if (input.copied) continue;
+    if (Reason reason = reject_layout(input.name, input.layout, batch, input.rows, input.heads)) {
+      return reason;
+    }
+  }
+  plan.sm90_fwd_tile = pick_tile(std::max(problem.head_dim, problem.head_dim_v));
+  const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
+  // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
+  if (Reason reason = reject_grid(tiles + device.num_sms)) return reason;
+  plan.num_ctas = static_cast<int32_t>(std::min<int64_t>(tiles, device.num_sms));
+  if (tiles > plan.num_ctas) {
+    plan.workspace_bytes = sizeof(int32_t);
+    plan.workspace_formula = "one counter of tiles";
+  }
+  return {};
+}
+
+// In launch order, as csrc/binding/cuda.cpp launches them.
+std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
+  const sm90::FwdTile& tile = *plan.sm90_fwd_tile;
+  std::vector<KernelReport> list = {{"flash_fwd_sm90_kernel", plan.num_ctas, tile.block_m(),
+                                     tile.block_n, tile.num_warps(), sm90::FwdTile::kStages,
+                                     tile.smem_bytes()}};
+  if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
+  return list;
+}
+
+}  // namespace
+
+const Family kSm90Family = {
+    .name = "sm90",
+    .summary = "Hopper kernels: TMA, wgmma, warp specialisation (forward)",
+    .on_cuda = true,
+    .choose = choose,
+    .kernels = kernels,
+};
+
+}  // namespace flashattn_ext

@@ -1,0 +1,20 @@
+// Host entry points of the Hopper kernels (see sm80/launch.h).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/params.h"
+#include "sm90/tiles.h"
+
+namespace flashattn_ext::sm90 {
+
+// How a persistent launch spreads its tiles.
+struct FwdSchedule {
+  int32_t num_ctas;       // at most one per SM
+  int32_t* tile_counter;  // 4 bytes of this launch; nullptr: every CTA takes every grid-th tile
+};
+
+cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSchedule& schedule,
+                    cudaStream_t stream);
+
+}  // namespace flashattn_ext::sm90
