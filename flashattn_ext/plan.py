@@ -182,7 +182,8 @@ def explain(
 
     Raises:
         RuntimeError: for shapes and values that the call itself would refuse.
-        ValueError: `device` names nothing known.
+        ValueError: `device` names nothing known, `causal` is none of its values, or cu_seqlens_q
+            comes without cu_seqlens_k, max_seqlen_q and max_seqlen_k.
     """
     facts = device_facts(device, q)
     options = _options(
