@@ -7,7 +7,7 @@ asked for on a machine without a GPU. The rules are in `csrc/plan/`; this file o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Plan:
     window: tuple[int, int]  # (left, right) after causal and lengths are taken in; -1 unlimited
     empty: bool  # nothing to compute: the outputs are filled
     workspace_bytes: int  # beside outputs and copies
-    workspace_formula: str = field(default="")
+    workspace_formula: str  # "" where the workspace is empty
 
     @property
     def summary(self) -> str:
