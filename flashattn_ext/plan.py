@@ -315,8 +315,9 @@ def make_problem(
     problem.num_heads_k, problem.head_dim_v = v.shape[-2:]
     if lengths:
         problem.batch = lengths[0].shape[0] - 1
-        problem.seqlen_q, problem.seqlen_k = lengths[2:]
         problem.total_q, problem.total_k = q.shape[0], k.shape[0]
+        problem.seqlen_q = min(lengths[2], problem.total_q)
+        problem.seqlen_k = min(lengths[3], problem.total_k)
     else:
         problem.batch, problem.seqlen_q = q.shape[:2]
         problem.seqlen_k = k.shape[1]

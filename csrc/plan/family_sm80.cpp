@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "plan/plan.h"
+#include "smxx/tiles.h"
 
 namespace flashattn_ext {
 namespace {
@@ -13,11 +14,6 @@ constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;    // CUDA's limit of grid.
 constexpr int64_t kMaxInt32 = (int64_t{1} << 31) - 1;
 constexpr int64_t kCopyBytes = 16;    // one cp.async, ldmatrix row or vector store
 constexpr int64_t kElementBytes = 2;  // float16 and bfloat16
-
-constexpr int32_t kDeltaRows = 64;  // query rows per CTA of smxx/bwd_delta.cu
-
-constexpr int64_t kMaxTileRows = 128;  // most rows of any tile in sm80/tiles.h
-constexpr int64_t kMaxRowStride = kMaxInt32 / kMaxTileRows;  // offsets inside a tile are 32-bit
 
 // The first row of the problem's bucket that the device has the shared memory for.
 template <class Tile, size_t kRows>
@@ -38,7 +34,6 @@ template <class Tile, size_t kRows>
 constexpr bool is_sound(const Tile (&table)[kRows]) {
   for (const Tile& tile : table) {
     if (tile.smem_bytes() > tile.min_smem_bytes) return false;
-    if (tile.block_m > kMaxTileRows || tile.block_n > kMaxTileRows) return false;
   }
   for (int32_t bucket : sm80::kHeadDimBuckets) {
     if (pick_tile(table, bucket, sm80::kSmem99) == nullptr) return false;
@@ -53,8 +48,7 @@ bool needs_copy(const Layout& layout) {
   constexpr int64_t kCopyElements = kCopyBytes / kElementBytes;
   const Strides& strides = layout.strides;
   return !layout.contiguous_last || !layout.aligned || strides.batch % kCopyElements != 0 ||
-         strides.row % kCopyElements != 0 || strides.head % kCopyElements != 0 ||
-         strides.row > kMaxRowStride;
+         strides.row % kCopyElements != 0 || strides.head % kCopyElements != 0;
 }
 
 const char* name_of(ScalarType dtype) {
@@ -196,7 +190,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   const int64_t dkv_blocks =
       grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n);
   const int64_t delta_blocks =
-      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, kDeltaRows);
+      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows);
   return reject_grid(std::max({dq_blocks, dkv_blocks, delta_blocks}));
 }
 
