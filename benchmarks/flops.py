@@ -45,12 +45,6 @@ def forward_flops(
     return 2.0 * (head_dim + head_dim_v) * batch * heads_q * pairs
 
 
-def backward_flops(
-    batch: int, heads_q: int, pairs: float, head_dim: int, head_dim_v: int | None = None
-) -> float:
-    return BACKWARD_OVER_FORWARD * forward_flops(batch, heads_q, pairs, head_dim, head_dim_v)
-
-
 def tflops(flops: float, ms: float) -> float:
     """10^12 operations per second."""
     return flops / ms / 1e9 if ms > 0 else 0.0

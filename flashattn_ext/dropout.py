@@ -91,6 +91,7 @@ def dropout_mask(
 
     rng_state: uint64 (2): seed, offset, as the ops take and return it. Read on the host.
     heads:     the number of query heads.
+    p:         the call's dropout_p.
     Builds the whole matrix: meant for tests and for looking at, not for training.
     """
     device = rng_state.device

@@ -7,7 +7,7 @@ asked for on a machine without a GPU. The rules are in `csrc/plan/`; this file o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Plan:
     window: tuple[int, int]  # (left, right) after causal and lengths are taken in; -1 unlimited
     empty: bool  # nothing to compute: the outputs are filled
     workspace_bytes: int  # beside outputs and copies
-    workspace_formula: str = field(default="")
+    workspace_formula: str  # "" where the workspace is empty
 
     @property
     def summary(self) -> str:
@@ -182,7 +182,8 @@ def explain(
 
     Raises:
         RuntimeError: for shapes and values that the call itself would refuse.
-        ValueError: `device` names nothing known.
+        ValueError: `device` names nothing known, `causal` is none of its values, or cu_seqlens_q
+            comes without cu_seqlens_k, max_seqlen_q and max_seqlen_k.
     """
     facts = device_facts(device, q)
     options = _options(
@@ -314,8 +315,9 @@ def make_problem(
     problem.num_heads_k, problem.head_dim_v = v.shape[-2:]
     if lengths:
         problem.batch = lengths[0].shape[0] - 1
-        problem.seqlen_q, problem.seqlen_k = lengths[2:]
         problem.total_q, problem.total_k = q.shape[0], k.shape[0]
+        problem.seqlen_q = min(lengths[2], problem.total_q)
+        problem.seqlen_k = min(lengths[3], problem.total_k)
     else:
         problem.batch, problem.seqlen_q = q.shape[:2]
         problem.seqlen_k = k.shape[1]

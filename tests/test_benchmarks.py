@@ -56,7 +56,9 @@ def test_flops_formula():
     assert flops.visible_pairs(64, 64, causal=True) == 64 * 64 / 2
     assert flops.forward_flops(2, 3, 100.0, 64) == 4 * 2 * 3 * 100 * 64
     assert flops.forward_flops(1, 1, 100.0, 64, 128) == 2 * 100 * (64 + 128)
-    assert flops.backward_flops(2, 3, 100.0, 64) == 10 * 2 * 3 * 100 * 64
+    problem = problems.dense(64, 512, False, batch=2, heads_q=3, heads_k=3)
+    assert problem.forward_flops == 4 * 2 * 3 * 512 * 512 * 64
+    assert problem.backward_flops == 10 * 2 * 3 * 512 * 512 * 64
     assert flops.tflops(2e12, 1000.0) == 2.0
 
 

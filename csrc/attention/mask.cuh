@@ -10,7 +10,7 @@
 
 namespace flashattn_ext {
 
-// Half-open range of block indices; empty when end <= begin.
+// Half-open range of block or row indices; empty when end <= begin.
 struct BlockRange {
   int32_t begin, end;
 };
@@ -51,6 +51,12 @@ struct Band {
     if (end_row <= begin_row) return {0, 0};
     return {static_cast<int32_t>(begin_row / block_m),
             static_cast<int32_t>((end_row + block_m - 1) / block_m)};
+  }
+
+  // First and one-past-last of the queries that see some key.
+  __device__ __forceinline__ BlockRange seeing_rows() const {
+    return {max(0, -upper), static_cast<int32_t>(min(static_cast<int64_t>(seqlen_q),
+                                                     static_cast<int64_t>(seqlen_k) - lower))};
   }
 
   // First and one-past-last visible key of query `row`, clipped to the sequence.

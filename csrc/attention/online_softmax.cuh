@@ -45,8 +45,10 @@ struct OnlineSoftmax {
         new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 2));
         row_max[m][half] = new_max;
         // A row that has seen nothing yet subtracts 0: 2^(-inf - 0) = 0, never 2^(-inf + inf).
-        const float reference = new_max == -INFINITY ? 0.0f : new_max * log2_scale;
-        const float rescale = ptx::ex2_approx(old_max * log2_scale - reference);
+        const float reference = new_max == -INFINITY ? 0.0f : __fmul_rn(new_max, log2_scale);
+        // Rounded as `reference` was: a maximum that stays rescales by exactly 1. Fused, the error
+        // of the product would come back in every block, and in the same direction.
+        const float rescale = ptx::ex2_approx(__fsub_rn(__fmul_rn(old_max, log2_scale), reference));
         float sum = __fmul_rn(row_sum[m][half], rescale);
 #pragma unroll
         for (int j = 0; j < kNTiles; ++j)

@@ -73,8 +73,8 @@ struct BwdParams : FwdParams {
   int64_t dlse_head_stride = 0;
   int64_t dlse_row_stride = 0;
 
-  void* dq = nullptr;  // shape of q; nullptr = not wanted
-  void* dk = nullptr;  // shape of k; dk and dv are wanted together or not at all
+  void* dq = nullptr;  // shape of q
+  void* dk = nullptr;  // shape of k
   void* dv = nullptr;  // shape of v
   Strides dq_strides, dk_strides, dv_strides;
 

@@ -17,6 +17,16 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
 
 }  // namespace
 
+void check_no_tangent(std::initializer_list<const Tensor*> tensors) {
+  for (const Tensor* tensor : tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !tensor->_fw_grad(/*level=*/0).defined(),
+        "flashattn_ext: attention has no forward-mode derivative (jvp, dual tensors); use the "
+        "backward, or torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for that call");
+  }
+}
+
 FwdResult call_fwd(const FwdArgs& args) {
   static const auto dense = find_op<DenseFwd>("flashattn_ext::fwd");
   static const auto varlen = find_op<VarlenFwd>("flashattn_ext::varlen_fwd");

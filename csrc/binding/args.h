@@ -8,6 +8,7 @@
 #include <c10/core/SymInt.h>
 
 #include <array>
+#include <initializer_list>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -66,6 +67,10 @@ struct BwdArgs : FwdArgs {
   const Tensor& lse;      // (B, Hq, Sq) / (Hq, total_q)
   Wanted wanted;
 };
+
+// Raises for a tensor that carries a tangent: no op has a rule for forward-mode differentiation,
+// and the kernels below autograd would drop it.
+void check_no_tangent(std::initializer_list<const Tensor*> tensors);
 
 using FwdResult = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, rng_state
 // dq, dk, dv, dbias, dalibi_slopes, drel_bias, dsink

@@ -91,10 +91,10 @@ void save_call(AutogradContext* ctx, const FwdArgs& args, const FwdResult& resul
   if (options.plan) ctx->saved_data["plan"] = std::string(*options.plan);
 }
 
-// The bwd or varlen_bwd op for the call that save_call kept.
-BwdResult call_saved_bwd(AutogradContext* ctx, const Tensor& dout, const OptTensor& dlse,
-                         Wanted wanted) {
-  const variable_list saved = ctx->get_saved_variables();
+// The bwd or varlen_bwd op for the call that save_call kept. `saved` are its tensors: unpacking
+// them is the caller's, because hooks on saved tensors (checkpointing) allow it once only.
+BwdResult call_saved_bwd(AutogradContext* ctx, const variable_list& saved, const Tensor& dout,
+                         const OptTensor& dlse, Wanted wanted) {
   auto& data = ctx->saved_data;
   const OptTensor bias = optional(saved[kBiasOrKeyBias]), mask = optional(saved[kMaskTensor]),
                   slopes = optional(saved[kSlopes]), rel_bias = optional(saved[kRelBiasTable]),
@@ -160,14 +160,15 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
     const c10::List<bool> list = ctx->saved_data["wanted"].toBoolList();
     const Wanted wanted = {list[0], list[1], list[2], list[3]};
     Tensor dout = grads[0];
-    if (!dout.defined()) {  // only lse was used: dout is one zero, seen everywhere
-      const Tensor& dlse = grads[1];
-      if (!dlse.defined()) return variable_list(8);
-      const variable_list saved = ctx->get_saved_variables();
-      dout = at::zeros({1}, saved[kOut].options()).expand_symint(saved[kOut].sym_sizes());
+    const Tensor& dlse = grads[1];
+    if (!dout.defined() && !dlse.defined()) return variable_list(8);
+    const variable_list saved = ctx->get_saved_variables();
+    if (!dout.defined()) {  // only lse was used: dout is one row of zeros, seen everywhere
+      const Tensor& out = saved[kOut];
+      dout = at::zeros_symint({out.sym_size(-1)}, out.options()).expand_symint(out.sym_sizes());
     }
     const auto [dq, dk, dv, dbias, dslopes, drel_bias, dsink] =
-        call_saved_bwd(ctx, dout, optional(grads[1]), wanted);
+        call_saved_bwd(ctx, saved, dout, optional(dlse), wanted);
     const auto if_wanted = [](bool is_wanted, const Tensor& grad) {
       return is_wanted ? grad : Tensor();
     };
@@ -184,6 +185,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
 FwdResult fwd_autograd(const FwdArgs& args) {
   check_layouts(args);
+  check_no_tangent({&args.q, &args.k, &args.v});
   if (!c10::GradMode::is_enabled() || !any_needs_grad(args)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_fwd(args);

@@ -435,6 +435,8 @@ void check_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                       "head_dim), got ",
                       out_a.dim(), " dimensions: ", out_a.sym_sizes());
   const Int rows = size<Int>(out_a, -3), heads = size<Int>(out_a, -2), dim = size<Int>(out_a, -1);
+  FLASHATTN_EXT_CHECK(at_least(dim, Int(1)), "head dims must be at least 1, got ", dim,
+                      " for out_a");
   const auto check_lse = [&](const char* name, const Tensor& tensor) {
     if (out_a.dim() == 4) {
       check_shape<Int>(name, tensor, "(batch, heads, seqlen)", {size<Int>(out_a, 0), heads, rows});

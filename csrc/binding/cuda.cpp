@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -121,10 +122,11 @@ Problem make_problem(Op op, const FwdArgs& args) {
   };
   if (args.varlen != nullptr) {
     problem.batch = args.varlen->cu_seqlens_q.size(0) - 1;
-    problem.seqlen_q = to_int(args.varlen->max_seqlen_q);
-    problem.seqlen_k = to_int(args.varlen->max_seqlen_k);
     problem.total_q = q.size(0);
     problem.total_k = k.size(0);
+    // No sequence is longer than all rows together: a loose bound costs no grid and is not refused.
+    problem.seqlen_q = std::min(to_int(args.varlen->max_seqlen_q), problem.total_q);
+    problem.seqlen_k = std::min(to_int(args.varlen->max_seqlen_k), problem.total_k);
   } else {
     problem.batch = q.size(0);
     problem.seqlen_q = q.size(1);
@@ -346,7 +348,11 @@ MergeResult merge_cuda(const Tensor& out_a, const Tensor& lse_a, const Tensor& o
   const Tensor lse = at::empty(lse_a.sizes(), lse_a.options());
   if (lse.numel() == 0) return {out, lse};
 
-  const Tensor a = out_a.contiguous(), b = out_b.contiguous();
+  // The kernel reads 16 bytes at a time; a contiguous view may start anywhere.
+  const auto packed = [](const Tensor& tensor) {
+    return copy_if(!tensor.is_contiguous() || !layout_of(tensor).aligned, tensor);
+  };
+  const Tensor a = packed(out_a), b = packed(out_b);
   const Tensor stats_a = lse_a.contiguous(), stats_b = lse_b.contiguous();
   const smxx::MergeParams params{
       .out_a = a.const_data_ptr(),

@@ -71,6 +71,7 @@ struct MergeFunction : torch::autograd::Function<MergeFunction> {
 
 MergeResult merge_autograd(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                            const Tensor& lse_b) {
+  check_no_tangent({&out_a, &lse_a, &out_b, &lse_b});
   const bool needs_grad = out_a.requires_grad() || lse_a.requires_grad() || out_b.requires_grad() ||
                           lse_b.requires_grad();
   if (!c10::GradMode::is_enabled() || !needs_grad) return call_merge(out_a, lse_a, out_b, lse_b);

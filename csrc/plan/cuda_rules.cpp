@@ -87,8 +87,7 @@ bool needs_copy(const Layout& layout) {
   constexpr int64_t kCopyElements = kCopyBytes / kElementBytes;
   const Strides& strides = layout.strides;
   return !layout.contiguous_last || !layout.aligned || strides.batch % kCopyElements != 0 ||
-         strides.row % kCopyElements != 0 || strides.head % kCopyElements != 0 ||
-         strides.row > kMaxRowStride;
+         strides.row % kCopyElements != 0 || strides.head % kCopyElements != 0;
 }
 
 Reason reject_problem(const Problem& problem) {

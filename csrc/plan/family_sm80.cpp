@@ -4,14 +4,10 @@
 
 #include "plan/cuda_rules.h"
 #include "plan/plan.h"
+#include "smxx/tiles.h"
 
 namespace flashattn_ext {
 namespace {
-
-constexpr int32_t kDeltaRows = 64;  // query rows per CTA of smxx/bwd_delta.cu
-
-constexpr int64_t kMaxTileRows = 128;  // most rows of any tile in sm80/tiles.h
-static_assert(kMaxTileRows * kMaxRowStride <= kMaxInt32, "offsets inside a tile are 32-bit");
 
 // The first row of the problem's bucket that the device has the shared memory for.
 template <class Tile, size_t kRows>
@@ -32,7 +28,6 @@ template <class Tile, size_t kRows>
 constexpr bool is_sound(const Tile (&table)[kRows]) {
   for (const Tile& tile : table) {
     if (tile.smem_bytes() > tile.min_smem_bytes) return false;
-    if (tile.block_m > kMaxTileRows || tile.block_n > kMaxTileRows) return false;
   }
   for (int32_t bucket : sm80::kHeadDimBuckets) {
     if (pick_tile(table, bucket, sm80::kSmem99) == nullptr) return false;
@@ -83,7 +78,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   const int64_t dkv_blocks =
       grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, plan.bwd_dkv_tile->block_n);
   const int64_t delta_blocks =
-      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, kDeltaRows);
+      grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows);
   return reject_grid(std::max({dq_blocks, dkv_blocks, delta_blocks}));
 }
 

@@ -4,14 +4,9 @@
 
 namespace flashattn_ext::ptx {
 
-// Waits until `num_threads` threads have arrived at or synchronised on barrier `id`.
+// Waits until `num_threads` threads have come to barrier `id`.
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("barrier.cta.sync %0, %1;\n" ::"r"(id), "r"(num_threads) : "memory");
-}
-
-// Arrives without waiting; this thread's earlier writes are visible to those who synchronise.
-__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
-  asm volatile("barrier.cta.arrive %0, %1;\n" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 }  // namespace flashattn_ext::ptx

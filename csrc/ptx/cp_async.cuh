@@ -1,4 +1,4 @@
-// cp.async: 16-byte copies from global to shared memory that bypass registers (sm_80+).
+// cp.async: 16- and 4-byte copies from global to shared memory that bypass registers (sm_80+).
 // PTX ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
 #pragma once
 

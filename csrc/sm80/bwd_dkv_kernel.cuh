@@ -42,6 +42,7 @@ struct BwdDkvConfig {
   static constexpr int kMTiles = kBlockN / (16 * kNumKeyWarps);
   static_assert(kBlockN == 16 * kMTiles * kNumKeyWarps, "whole 16-row tiles per warp");
   static_assert(kStages == 1 || kStages == 2);
+  static_assert(kBlockM <= kNumThreads, "one thread loads each row's lse_log2 and delta");
 
   using Layout = tile::SmemLayout<kHeadDim>;
   static constexpr uint32_t kQTileBytes = Layout::tile_bytes(kBlockM);
@@ -103,6 +104,8 @@ __global__ void __launch_bounds__(Config::kNumThreads)
 
   const typename Config::QLoader q_loader(thread_idx, params.head_dim);
   const typename Config::QLoader do_loader(thread_idx, params.head_dim_v);
+  // The gradient of a row that sees no key goes nowhere, whatever it holds: it reads as zero.
+  const BlockRange seeing = band.seeing_rows();
   const auto load_step = [&](const QueryBlockIterator& it, int stage) {
     const int m0 = it.block * kBlockM;
     const int head_idx = kv_head_idx * group_size + it.head_in_group;
@@ -111,8 +114,8 @@ __global__ void __launch_bounds__(Config::kNumThreads)
     const Element* gDo = head_ptr(static_cast<const Element*>(params.dout), params.dout_strides,
                                   batch_idx, side_q.start + m0, head_idx);
     q_loader.load(sQ + stage * Config::kQTileBytes, gQ, params.q_strides.row, side_q.length - m0);
-    do_loader.load(sDo + stage * Config::kQTileBytes, gDo, params.dout_strides.row,
-                   side_q.length - m0);
+    do_loader.load(sDo + stage * Config::kQTileBytes, gDo, params.dout_strides.row, seeing.end - m0,
+                   seeing.begin - m0);
     // Rows past the end become lse = delta = 0: with Q = dO = 0 there, P is 1 at most and meets
     // only zeros.
     if (thread_idx < kBlockM) {

@@ -99,11 +99,13 @@ __global__ void __launch_bounds__(Config::kNumThreads)
   float acc_dq[kMTiles][kHeadDim / 8][4];
   tile::clear(acc_dq);
 
+  // The gradient of a row that sees no key goes nowhere, whatever it holds: it reads as zero.
+  const BlockRange seeing = band.seeing_rows();
   if (blocks.end > blocks.begin) {
     typename Config::QLoader(thread_idx, params.head_dim)
         .load(sQ, gQ, params.q_strides.row, side_q.length - m0);
     typename Config::QLoader(thread_idx, params.head_dim_v)
-        .load(sDo, gDo, params.dout_strides.row, side_q.length - m0);
+        .load(sDo, gDo, params.dout_strides.row, seeing.end - m0, seeing.begin - m0);
     load_kv(blocks.end - 1, 0);
     ptx::cp_async_commit_group();
   }

@@ -1,6 +1,8 @@
 // Tile tables of the portable kernels: one row per instantiated kernel, read by the plan (which
 // picks a row) and by the launchers (which instantiate exactly these rows). Plain C++.
 //
+// The comment signs at line ends keep one row per line.
+//
 // Choice: within a head-dim bucket the first row whose `min_smem_bytes` the device offers wins.
 // Shared-memory classes: 227 KB (sm_90, sm_100), 163 KB (sm_80), 99 KB (sm_86, sm_89, sm_120).
 #pragma once
@@ -22,8 +24,8 @@ struct TileShape {
   int32_t block_m;         // Br: query rows
   int32_t block_n;         // Bc: keys
   int32_t num_warps;
-  int32_t
-      stages;  // streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step)
+  // Streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step).
+  int32_t stages;
 
   constexpr bool operator==(const TileShape& other) const {
     return bucket == other.bucket && min_smem_bytes == other.min_smem_bytes &&

@@ -1,5 +1,6 @@
 // Row statistics of the backward: delta = rowsum(dout * out) - dlse and lse_log2 = lse * log2(e).
-// One CTA per (kRows query rows, head, sequence); a group of lanes covers a row with 16-byte loads.
+// One CTA per (kDeltaRows query rows, head, sequence); a group of lanes covers a row with 16-byte
+// loads.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -9,12 +10,12 @@
 #include "attention/score.cuh"
 #include "attention/seqlen_info.cuh"
 #include "smxx/kernels.h"
+#include "smxx/tiles.h"
 #include "smxx/vector.cuh"
 
 namespace flashattn_ext::smxx {
 namespace {
 
-constexpr int kRows = 64;
 constexpr int kNumThreads = 256;
 
 // `lanes_per_row` is a power of two, at most 32, and covers head_dim_v in one 16-byte load a lane.
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(kNumThreads)
   const int head = blockIdx.x / num_blocks;
   const int batch_idx = head / params.num_heads_q, head_idx = head % params.num_heads_q;
   const SeqlenSide side = query_side(params, batch_idx);
-  const int m0 = block * kRows;
-  const int last_row = min(m0 + kRows, side.length);
+  const int m0 = block * kDeltaRows;
+  const int last_row = min(m0 + kDeltaRows, side.length);
 
   const Element* out = head_ptr(static_cast<const Element*>(params.out), params.out_strides,
                                 batch_idx, side.start, head_idx);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kNumThreads)
       if (params.dlse != nullptr && !empty) {
         sum -= params.dlse[dlse_offset + row * params.dlse_row_stride];
       }
-      params.delta[stats_offset + row] = sum;
+      params.delta[stats_offset + row] = empty ? 0.0f : sum;
       params.lse_log2[stats_offset + row] = empty ? INFINITY : lse * kLog2e;
     }
   }
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kNumThreads)
 }  // namespace
 
 cudaError_t run_bwd_delta(const BwdParams& params, cudaStream_t stream) {
-  const int num_blocks = (params.seqlen_q + kRows - 1) / kRows;
+  const int num_blocks = (params.seqlen_q + kDeltaRows - 1) / kDeltaRows;
   const int64_t grid = static_cast<int64_t>(num_blocks) * params.batch * params.num_heads_q;
   if (grid == 0) return cudaSuccess;
   int lanes_per_row = 1;

@@ -51,19 +51,22 @@ __device__ void fill_row(const FillSide& p, int64_t row) {
   }
 }
 
-// Gap b lies between the used rows of sequence b and the start of sequence b + 1; each gap but the
-// last belongs to one CTA. The last (the tail) and the rows before the first sequence, which can be
-// long, are shared by all.
+// Gap b lies between the used rows of sequence b and the start of sequence b + 1. The CTAs are
+// dealt out to the gaps, several to one where there are more CTAs; the last gap (the tail) and the
+// rows before the first sequence, which can be long, are shared by all.
 __global__ void __launch_bounds__(kNumThreads)
     flash_fill_unowned_kernel(const __grid_constant__ FillParams params) {
   const FillSide& p = params.sides[blockIdx.y];
   const auto side = [&](int b) {
     return SeqlenSide(p.cu_seqlens, p.seqused, b, p.max_seqlen, p.total);
   };
-  for (int b = blockIdx.x; b + 1 < p.batch; b += gridDim.x) {
+  const int num_ctas = gridDim.x, num_gaps = p.batch - 1;
+  const int ctas_per_gap = num_gaps > 0 ? max(1, num_ctas / num_gaps) : 1;
+  for (int b = blockIdx.x / ctas_per_gap; b < num_gaps; b += num_ctas / ctas_per_gap) {
     const SeqlenSide current = side(b);
     const int64_t end = side(b + 1).start;
-    for (int64_t row = current.start + current.length; row < end; ++row) fill_row(p, row);
+    const int64_t first = current.start + current.length + blockIdx.x % ctas_per_gap;
+    for (int64_t row = first; row < end; row += ctas_per_gap) fill_row(p, row);
   }
   int64_t tail = 0;
   if (p.batch > 0) {

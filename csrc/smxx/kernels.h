@@ -14,11 +14,12 @@ cudaError_t run_bwd_delta(const BwdParams& params, cudaStream_t stream);
 // become out = 0 and lse = -inf. A few microseconds when there are none.
 cudaError_t run_fwd_fill_unowned(const FwdParams& params, cudaStream_t stream);
 
-// Varlen only: the same for dq, dk and dv (those that are wanted): 0.
+// Varlen only: the same for dq, dk and dv: 0.
 cudaError_t run_bwd_fill_unowned(const BwdParams& params, cudaStream_t stream);
 
-// out, lse = the softmax-weighted union of two partial results over disjoint keys. All contiguous:
-// out_* (rows, dim) of `dtype`, lse_* (rows) fp32. A state with lse = -inf is neutral, bitwise.
+// out, lse = the softmax-weighted union of two partial results over disjoint keys. out_* is (batch,
+// seqlen, num_heads, head_dim_v) of `dtype`, lse_* is (batch, num_heads, seqlen) fp32; all
+// contiguous and 16-byte aligned. A state with lse = -inf is neutral, bitwise.
 struct MergeParams {
   const void* out_a = nullptr;
   const void* out_b = nullptr;
@@ -32,7 +33,6 @@ struct MergeParams {
   int32_t head_dim_v = 0;
   Dtype dtype = Dtype::kBFloat16;
 };
-// out_* is (batch, seqlen, num_heads, head_dim_v), lse_* is (batch, num_heads, seqlen).
 cudaError_t run_merge(const MergeParams& params, cudaStream_t stream);
 
 }  // namespace flashattn_ext::smxx

@@ -42,12 +42,10 @@ struct Operand {
     return (lane_addr ^ ((piece & (kGroup - 1)) << 4)) + (piece / kGroup) * (kGroup * 16) +
            row * Layout::kPitchBytes;
   }
-
-  // The view that starts `rows` (divisible by 8) further down.
-  __device__ __forceinline__ Operand advance_rows(int rows) const {
-    return {lane_addr + rows * Layout::kPitchBytes};
-  }
 };
+}
+}
+;
 
 // A fragment (16 x 16) from accumulator tiles 2*kk and 2*kk + 1.
 template <typename Element, int kNTiles>
@@ -57,17 +55,6 @@ __device__ __forceinline__ void pack_a_fragment(uint32_t (&a)[4], const float (&
   a[1] = ptx::pack_x2<Element>(acc[2 * kk][2], acc[2 * kk][3]);
   a[2] = ptx::pack_x2<Element>(acc[2 * kk + 1][0], acc[2 * kk + 1][1]);
   a[3] = ptx::pack_x2<Element>(acc[2 * kk + 1][2], acc[2 * kk + 1][3]);
-}
-
-// All A fragments of an accumulator.
-template <typename Element, int kMTiles, int kNTiles>
-__device__ __forceinline__ void pack_a_fragments(uint32_t (&a)[kMTiles][kNTiles / 2][4],
-                                                 const float (&acc)[kMTiles][kNTiles][4]) {
-  static_assert(kNTiles % 2 == 0, "one A fragment covers two 8-column tiles");
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int kk = 0; kk < kNTiles / 2; ++kk) pack_a_fragment<Element>(a[m][kk], acc[m], kk);
 }
 
 // acc = f(acc), element by element.

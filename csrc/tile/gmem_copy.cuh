@@ -32,17 +32,19 @@ struct TileLoader {
         piece(thread_idx % Layout::kPiecesPerRow),
         in_col(piece * 8 < valid_cols) {}
 
-  // Issues the copies of one tile whose first row is at `gmem`; the caller commits the group.
+  // Issues the copies of one tile whose first row is at `gmem`; the caller commits the group. Rows
+  // before `first_row` read as zero too.
   template <typename Element>
   __device__ __forceinline__ void load(uint32_t smem_tile, const Element* gmem, int64_t row_stride,
-                                       int valid_rows) const {
+                                       int valid_rows, int first_row = 0) const {
     if (row >= kRowsPerPass) return;
     const Element* src = gmem + row * row_stride + piece * 8;
     const int64_t step = kRowsPerPass * row_stride;
 #pragma unroll
     for (int i = 0; i < kRows / kRowsPerPass; ++i) {
       const int r = row + i * kRowsPerPass;
-      ptx::cp_async_16(smem_tile + Layout::offset_bytes(r, piece), src, in_col && r < valid_rows);
+      ptx::cp_async_16(smem_tile + Layout::offset_bytes(r, piece), src,
+                       in_col && r >= first_row && r < valid_rows);
       src += step;
     }
   }

@@ -155,5 +155,13 @@ const DeviceTest rising("softmax.rising_maximum", [] {
   check_rows<1>(logits, 1.0f, "rising and falling maxima");
 });
 
+// Many blocks whose maximum never moves: the rescaling must be by exactly 1, or its rounding error,
+// of the same sign every time, adds up.
+const DeviceTest unchanged("softmax.unchanged_maximum", [] {
+  std::vector<float> logits = random_logits<1>(512, 3, 6);
+  for (size_t i = 0; i < logits.size(); ++i) logits[i] += i < 16 * kCols ? 57.0f : 50.0f;
+  check_rows<1>(logits, 1.3f, "an early maximum");
+});
+
 }  // namespace
 }  // namespace flashattn_ext::testing

@@ -38,39 +38,5 @@ const DeviceTest pairs("ptx.named_barrier_sync.pairs_of_warps", [] {
   check_equal(results.to_host(), std::vector<int>(128, 0), 32, "wrong values in (warp, lane)");
 });
 
-// The producer arrives at `full` and goes on; it waits at `empty` only. The consumer waits at
-// `full` and arrives at `empty`. If arriving waited, both would hang at the first step, where the
-// producer arrives at a second barrier before the consumer reaches the first.
-__global__ void producer_consumer_kernel(int* results) {
-  constexpr int kFull = 1, kEmpty = 2, kStarted = 3;
-  __shared__ int values[32];
-  const int lane = threadIdx.x % 32;
-  const bool is_producer = threadIdx.x < 32;
-  int errors = 0;
-  if (is_producer) {
-    for (int step = 0; step < kSteps; ++step) {
-      if (step > 0) ptx::named_barrier_sync(kEmpty, 64);  // the consumer has read the last step
-      dawdle();
-      values[31 - lane] = 100 * step + lane;
-      ptx::named_barrier_arrive(kFull, 64);
-      if (step == 0) ptx::named_barrier_arrive(kStarted, 64);
-    }
-  } else {
-    ptx::named_barrier_sync(kStarted, 64);  // the producer has gone past its arrival at kFull
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::named_barrier_sync(kFull, 64);
-      errors += values[lane] != 100 * step + 31 - lane;
-      if (step + 1 < kSteps) ptx::named_barrier_arrive(kEmpty, 64);
-    }
-  }
-  results[threadIdx.x] = errors;
-}
-
-const DeviceTest producer_consumer("ptx.named_barrier_arrive.does_not_wait", [] {
-  DeviceBuffer<int> results(64);
-  launch({1, 64}, producer_consumer_kernel, results.data());
-  check_equal(results.to_host(), std::vector<int>(64, 0), 32, "wrong values in (warp, lane)");
-});
-
 }  // namespace
 }  // namespace flashattn_ext::testing

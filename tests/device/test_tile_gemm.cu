@@ -103,7 +103,11 @@ __global__ void gemm_wz_kernel(const float* w, const Element* z, float* c) {
   const auto operand = tile::Operand<kCols>::rows_first(ptx::smem_address(sZ), lane);
   tile::gemm_wz<Element>(acc, acc_w, operand);
   uint32_t fragments[kMTiles][kKTiles / 2][4];
-  tile::pack_a_fragments<Element>(fragments, acc_w);
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int kk = 0; kk < kKTiles / 2; ++kk)
+      tile::pack_a_fragment<Element>(fragments[m][kk], acc_w[m], kk);
   tile::gemm_wz<Element>(acc, fragments, operand);
   write_fragment(acc, warp_c);
 }
