@@ -10,9 +10,6 @@ namespace flashattn_ext {
 
 inline constexpr int64_t kMaxInt32 = (int64_t{1} << 31) - 1;
 inline constexpr int64_t kMaxGrid = kMaxInt32;  // CUDA's limit of grid.x
-// The largest row stride that is read in place, in elements: a tile of 128 rows stays within 32
-// bits.
-inline constexpr int64_t kMaxRowStride = kMaxInt32 / 128;
 
 // The input cannot be read in place: 16-byte copies need its last dimension contiguous, its base
 // and its other strides multiples of 16 bytes.
