@@ -4,7 +4,10 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 
 namespace flashattn_ext {
 
@@ -24,6 +27,20 @@ cudaError_t allow_smem(Kernel* kernel) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
   if (refused == cudaSuccess) allowed_devices.fetch_or(bit, std::memory_order_relaxed);
   return refused;
+}
+
+// Calls launch(row number as a constant) for the row of kTable that equals `tile`, among those of
+// kBucket: only these are instantiated.
+template <int kBucket, const auto& kTable, std::size_t kRow = 0, typename Tile, typename Launch>
+cudaError_t launch_row(const Tile& tile, const Launch& launch) {
+  if constexpr (kRow == std::size(kTable)) {
+    return cudaErrorInvalidValue;
+  } else {
+    if constexpr (kTable[kRow].bucket == kBucket) {
+      if (kTable[kRow] == tile) return launch(std::integral_constant<std::size_t, kRow>{});
+    }
+    return launch_row<kBucket, kTable, kRow + 1>(tile, launch);
+  }
 }
 
 }  // namespace flashattn_ext

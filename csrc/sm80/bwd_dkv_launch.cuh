@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <cstddef>
-#include <iterator>
 
 #include "sm80/bwd_dkv_kernel.cuh"
 #include "sm80/launch_common.cuh"
@@ -28,22 +27,14 @@ using BwdDkvConfigRow = BwdDkvConfig<Element, kBwdDkvTiles[kRow].bucket, kBwdDkv
                                      kBwdDkvTiles[kRow].block_n, kBwdDkvTiles[kRow].num_warps,
                                      kBwdDkvTiles[kRow].stages>;
 
-// Runs `tile`, a row of kBwdDkvTiles with this bucket; no other row is instantiated.
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile,
                                   cudaStream_t stream) {
-  if constexpr (kRow == std::size(kBwdDkvTiles)) {
-    return cudaErrorInvalidValue;
-  } else {
-    if constexpr (kBwdDkvTiles[kRow].bucket == kBucket) {
-      if (kBwdDkvTiles[kRow] == tile) {
-        return params.dtype == Dtype::kBFloat16
-                   ? launch_bwd_dkv<BwdDkvConfigRow<__nv_bfloat16, kRow>>(params, stream)
-                   : launch_bwd_dkv<BwdDkvConfigRow<__half, kRow>>(params, stream);
-      }
-    }
-    return launch_bwd_dkv_bucket<kBucket, kRow + 1>(params, tile, stream);
-  }
+  return launch_row<kBucket, kBwdDkvTiles>(tile, [&](auto row) {
+    return params.dtype == Dtype::kBFloat16
+               ? launch_bwd_dkv<BwdDkvConfigRow<__nv_bfloat16, row.value>>(params, stream)
+               : launch_bwd_dkv<BwdDkvConfigRow<__half, row.value>>(params, stream);
+  });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <cstddef>
-#include <iterator>
 
 #include "sm80/bwd_dq_kernel.cuh"
 #include "sm80/launch_common.cuh"
@@ -28,22 +27,14 @@ using BwdDqConfigRow =
     BwdDqConfig<Element, kBwdDqTiles[kRow].bucket, kBwdDqTiles[kRow].block_m,
                 kBwdDqTiles[kRow].block_n, kBwdDqTiles[kRow].num_warps, kBwdDqTiles[kRow].stages>;
 
-// Runs `tile`, a row of kBwdDqTiles with this bucket; no other row is instantiated.
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_bwd_dq_bucket(const BwdParams& params, const BwdDqTile& tile,
                                  cudaStream_t stream) {
-  if constexpr (kRow == std::size(kBwdDqTiles)) {
-    return cudaErrorInvalidValue;
-  } else {
-    if constexpr (kBwdDqTiles[kRow].bucket == kBucket) {
-      if (kBwdDqTiles[kRow] == tile) {
-        return params.dtype == Dtype::kBFloat16
-                   ? launch_bwd_dq<BwdDqConfigRow<__nv_bfloat16, kRow>>(params, stream)
-                   : launch_bwd_dq<BwdDqConfigRow<__half, kRow>>(params, stream);
-      }
-    }
-    return launch_bwd_dq_bucket<kBucket, kRow + 1>(params, tile, stream);
-  }
+  return launch_row<kBucket, kBwdDqTiles>(tile, [&](auto row) {
+    return params.dtype == Dtype::kBFloat16
+               ? launch_bwd_dq<BwdDqConfigRow<__nv_bfloat16, row.value>>(params, stream)
+               : launch_bwd_dq<BwdDqConfigRow<__half, row.value>>(params, stream);
+  });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <cstddef>
-#include <iterator>
 
 #include "sm80/fwd_kernel.cuh"
 #include "sm80/launch_common.cuh"
@@ -28,21 +27,13 @@ using FwdConfigRow =
     FwdConfig<Element, kFwdTiles[kRow].bucket, kFwdTiles[kRow].block_m, kFwdTiles[kRow].block_n,
               kFwdTiles[kRow].num_warps, kFwdTiles[kRow].stages>;
 
-// Runs `tile`, a row of kFwdTiles with this bucket; no other row is instantiated.
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_fwd_bucket(const FwdParams& params, const FwdTile& tile, cudaStream_t stream) {
-  if constexpr (kRow == std::size(kFwdTiles)) {
-    return cudaErrorInvalidValue;
-  } else {
-    if constexpr (kFwdTiles[kRow].bucket == kBucket) {
-      if (kFwdTiles[kRow] == tile) {
-        return params.dtype == Dtype::kBFloat16
-                   ? launch_fwd<FwdConfigRow<__nv_bfloat16, kRow>>(params, stream)
-                   : launch_fwd<FwdConfigRow<__half, kRow>>(params, stream);
-      }
-    }
-    return launch_fwd_bucket<kBucket, kRow + 1>(params, tile, stream);
-  }
+  return launch_row<kBucket, kFwdTiles>(tile, [&](auto row) {
+    return params.dtype == Dtype::kBFloat16
+               ? launch_fwd<FwdConfigRow<__nv_bfloat16, row.value>>(params, stream)
+               : launch_fwd<FwdConfigRow<__half, row.value>>(params, stream);
+  });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -1,16 +1,14 @@
 // Dispatch of a chosen tile to the instantiation file of its head-dim bucket.
 #include "sm80/launch.h"
 
-#include <cstddef>
-
 namespace flashattn_ext::sm80 {
 
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_fwd_bucket(const FwdParams& params, const FwdTile& tile, cudaStream_t stream);
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_bwd_dq_bucket(const BwdParams& params, const BwdDqTile& tile,
                                  cudaStream_t stream);
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile,
                                   cudaStream_t stream);
 

@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <cstddef>
-#include <iterator>
 
 #include "attention/launch.cuh"
 #include "attention/tile_order.h"
@@ -67,23 +66,15 @@ template <typename Element, std::size_t kRow>
 using FwdConfigRow = FwdConfig<Element, kFwdTiles[kRow].bucket, kFwdTiles[kRow].block_n,
                                kFwdTiles[kRow].consumers, kFwdTiles[kRow].q_in_regs>;
 
-// Runs `tile`, a row of kFwdTiles with this bucket; no other row is instantiated.
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_fwd_bucket(const FwdParams& params, const FwdTile& tile,
                               const FwdSchedule& schedule, cudaStream_t stream) {
-  if constexpr (kRow == std::size(kFwdTiles)) {
-    return cudaErrorInvalidValue;
-  } else {
-    if constexpr (kFwdTiles[kRow].bucket == kBucket) {
-      static_assert(FwdConfigRow<__half, kRow>::kSmemBytes == kFwdTiles[kRow].smem_bytes());
-      if (kFwdTiles[kRow] == tile) {
-        return params.dtype == Dtype::kBFloat16
-                   ? launch_fwd<FwdConfigRow<__nv_bfloat16, kRow>>(params, schedule, stream)
-                   : launch_fwd<FwdConfigRow<__half, kRow>>(params, schedule, stream);
-      }
-    }
-    return launch_fwd_bucket<kBucket, kRow + 1>(params, tile, schedule, stream);
-  }
+  return launch_row<kBucket, kFwdTiles>(tile, [&](auto row) {
+    static_assert(FwdConfigRow<__half, row.value>::kSmemBytes == kFwdTiles[row.value].smem_bytes());
+    return params.dtype == Dtype::kBFloat16
+               ? launch_fwd<FwdConfigRow<__nv_bfloat16, row.value>>(params, schedule, stream)
+               : launch_fwd<FwdConfigRow<__half, row.value>>(params, schedule, stream);
+  });
 }
 
 }  // namespace flashattn_ext::sm90

@@ -1,11 +1,9 @@
 // Dispatch of a chosen tile to the instantiation file of its head-dim bucket.
 #include "sm90/launch.h"
 
-#include <cstddef>
-
 namespace flashattn_ext::sm90 {
 
-template <int kBucket, std::size_t kRow = 0>
+template <int kBucket>
 cudaError_t launch_fwd_bucket(const FwdParams& params, const FwdTile& tile,
                               const FwdSchedule& schedule, cudaStream_t stream);
 
