@@ -61,7 +61,6 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
             .a = device.cc_major,
             .b = device.cc_minor};
   }
-  if (problem.op != Op::kForward) return {"it has the forward only"};
   if (Reason reason = reject_problem(problem)) return reason;
 
   plan.copy_q = needs_copy(problem.q);
@@ -117,6 +116,7 @@ const Family kSm90Family = {
     .name = "sm90",
     .summary = "Hopper kernels: TMA, wgmma, warp specialisation (forward)",
     .on_cuda = true,
+    .has_backward = false,
     .choose = choose,
     .kernels = kernels,
 };

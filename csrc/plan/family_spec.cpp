@@ -15,6 +15,7 @@ const Family kSpecFamily = {
     .name = "spec",
     .summary = "the executable specification in plain torch",
     .on_cuda = false,
+    .has_backward = true,
     .choose = choose,
     .kernels = kernels,
 };

@@ -40,6 +40,7 @@ struct Family {
   const char* name;
   const char* summary;
   bool on_cuda;
+  bool has_backward;
   // Objects, or fills in the plan's tiles, copies and workspace.
   Reason (*choose)(const Problem& problem, const DeviceInfo& device, Plan& plan);
   // The kernels of a plan that `choose` filled in, in launch order.
@@ -78,6 +79,7 @@ struct Plan {
 };
 
 // The plan for `problem`. `forced` names the only family to ask; empty asks all of them in order.
+// A family without a backward is forced for the forward only: the backward takes what runs it.
 Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced = {});
 
 // The sentence to raise when make_plan found no family.
@@ -93,7 +95,7 @@ const std::vector<const Family*>& families();
 // nullptr when no family has this name.
 const Family* find_family(std::string_view name);
 
-// "sm80, spec": for sentences about an unknown name.
+// "sm90, sm80, spec": for sentences about an unknown name.
 std::string family_names();
 
 // Equivalent ways to ask for the same keys (causal, window (-1, 0), a bound that reaches past every
