@@ -2,8 +2,9 @@
 //
 // A test is a function without arguments, registered by an object at namespace scope:
 //   const DeviceTest copies("ptx.cp_async_16.copies", [] { check(..., "a sentence"); });
-// A HostTest needs no GPU and its name gets the prefix "host:". A test fails by an exception, which
-// `check` throws with a sentence that says what was wanted and what was got.
+// A HostTest needs no GPU and its name gets the prefix "host:". A HopperTest, of the files in
+// sm90/, is skipped where the GPU is not of compute capability 9.0. A test fails by an exception,
+// which `check` throws with a sentence that says what was wanted and what was got.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,6 +26,7 @@ struct Test {
   std::string name;
   void (*run)();
   bool needs_gpu;
+  bool needs_hopper;
 };
 
 // A function's static: it exists before the first test of any file registers itself.
@@ -35,12 +37,16 @@ inline std::vector<Test>& registry() {
 
 struct HostTest {
   HostTest(const char* name, void (*run)()) {
-    registry().push_back({std::string("host:") + name, run, false});
+    registry().push_back({std::string("host:") + name, run, false, false});
   }
 };
 
 struct DeviceTest {
-  DeviceTest(const char* name, void (*run)()) { registry().push_back({name, run, true}); }
+  DeviceTest(const char* name, void (*run)()) { registry().push_back({name, run, true, false}); }
+};
+
+struct HopperTest {
+  HopperTest(const char* name, void (*run)()) { registry().push_back({name, run, true, true}); }
 };
 
 // ---- Checks ----
