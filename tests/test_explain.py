@@ -46,9 +46,10 @@ def test_the_running_gpu_is_read():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", [None, "sm80"])
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_kernels_named_are_the_kernels_that_run(varlen, backward):
+def test_the_kernels_named_are_the_kernels_that_run(varlen, backward, family):
     shapes = [shape[1:] if varlen else shape for shape in SHAPES]
     tensors = [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -59,9 +60,9 @@ def test_the_kernels_named_are_the_kernels_that_run(varlen, backward):
         cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
         lengths = (cu_seqlens, cu_seqlens, 200, 200)
     function = flashattn_ext.flash_attn_varlen_func if varlen else flashattn_ext.flash_attn_func
-    plan = explain(*tensors, *lengths, causal=True, backward=backward)
+    plan = explain(*tensors, *lengths, causal=True, backward=backward, plan=family)
 
-    out = function(*tensors, *lengths, causal=True)
+    out = function(*tensors, *lengths, causal=True, plan=family)
     dout = torch.ones_like(out)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
@@ -69,7 +70,7 @@ def test_the_kernels_named_are_the_kernels_that_run(varlen, backward):
         if backward:
             out.backward(dout)
         else:
-            function(*(x.detach() for x in tensors), *lengths, causal=True)
+            function(*(x.detach() for x in tensors), *lengths, causal=True, plan=family)
         torch.cuda.synchronize()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     ran = [event.name for event in events if "flash_" in event.name]
@@ -101,26 +102,40 @@ def test_a_plan_prints_what_matters():
         "workspace: 19200 bytes = 8 * num_heads_q * batch * seqlen_q",
         "copied to a contiguous tensor first: none",
         "window: left unlimited, right 0",
+        "not sm90: it has the forward only",
         "not spec: it runs on CPU tensors",
     ):
         assert part in text
+    text = str(explain((2, 3000, 32, 64), *SHAPES[1:], device="h200"))
+    for part in (
+        "fwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm90",
+        "flash_fwd_sm90_kernel: tile ",
+        "grid 132\n",
+        "workspace: 4 bytes = one counter of tiles",
+        "not sm80: it runs this call and was not the one chosen",
+    ):
+        assert part in text
+    repeated = torch.empty(2, 300, 1, 64).bfloat16().expand(-1, -1, 2, -1)
+    text = str(explain(SHAPES[0], repeated, repeated, device="h200"))
+    assert "fwd on h200" in text
+    assert "not sm90: k repeats a dimension in place (stride 0)" in text
     text = str(explain(*SHAPES, device="cpu"))
     assert "fwd on cpu: spec" in text
     assert "not sm80: it runs on CUDA tensors" in text
     text = str(explain(*SHAPES, sink=torch.zeros(4), device="h200"))
     assert "fwd on h200" in text
-    assert "raises\n  flashattn_ext: no kernel runs this call. sm80: sink" in text
+    assert "raises\n  flashattn_ext: no kernel runs this call. sm90, sm80: sink" in text
 
 
 def test_a_plan_is_plain_data():
     plan = explain(*SHAPES, device="h200")
     data = plan.as_dict()
-    assert json.loads(json.dumps(data))["family"] == "sm80"
-    assert data["kernels"][0]["name"] == "flash_fwd_sm80_kernel"
+    assert json.loads(json.dumps(data))["family"] == "sm90"
+    assert data["kernels"][0]["name"] == "flash_fwd_sm90_kernel"
     assert data["device"]["compute_capability"] == (9, 0)
     kernel = plan.kernels[0]
     assert plan.summary == (
-        f"sm80 fwd {kernel.block_m}x{kernel.block_n} {kernel.num_warps} warps "
+        f"sm90 fwd {kernel.block_m}x{kernel.block_n} {kernel.num_warps} warps "
         f"{kernel.stages} stages"
     )
     assert explain(*SHAPES, device="cpu").summary == "spec fwd"
@@ -138,6 +153,7 @@ def test_show_config_names_build_and_families(capsys):
     info = flashattn_ext.build_info()
     assert f"flashattn_ext {flashattn_ext.__version__}" in text
     assert f"torch {info['torch']}" in text
+    assert "sm90: " in text
     assert "sm80: " in text
     assert "spec: " in text
     if info["cuda"]:

@@ -11,6 +11,7 @@ _native = load_native()
 # One GPU of each class of shared memory: 99, 163 and 227 KB per block.
 SMEM_CLASSES = ["rtx4090", "a100", "h200"]
 HEAD_DIMS = range(8, 257, 8)
+CUDA_FAMILIES = ["sm90", "sm80"]
 ROOMY = {  # an option that the kernels on CUDA do not have, in a shape that fits (2, 300, 4, 64)
     "bias": torch.zeros(1, 4, 1, 300),
     "mask": torch.ones(2, 1, 1, 300, dtype=torch.bool),
@@ -49,7 +50,7 @@ def tiled(plan):
 def test_every_head_dim_has_tiles_that_fit(device, backward):
     limit = DEVICES[device].smem_per_block_bytes
     for dim in HEAD_DIMS:
-        plan = explain_shape(dim=dim, device=device, backward=backward)
+        plan = explain_shape(dim=dim, device=device, backward=backward, plan="sm80")
         assert plan.family == "sm80", plan
         assert plan.error is None
         assert tiled(plan).keys() == ({"dq", "dkv"} if backward else {"fwd"})
@@ -66,11 +67,11 @@ def test_more_shared_memory_is_never_used_less(dim, backward):
 
     def bytes_per_sm(device):
         facts = DEVICES[device]
-        kernels = tiled(explain_shape(dim=dim, device=device, backward=backward))
+        plan = explain_shape(dim=dim, device=device, backward=backward, plan="sm80")
         reserved = 1024  # CUDA keeps this much of every CTA's
         return {
             name: facts.smem_per_sm_bytes // (kernel.smem_bytes + reserved) * kernel.smem_bytes
-            for name, kernel in kernels.items()
+            for name, kernel in tiled(plan).items()
         }
 
     small, middle, large = map(bytes_per_sm, SMEM_CLASSES)
@@ -78,17 +79,19 @@ def test_more_shared_memory_is_never_used_less(dim, backward):
         assert 0 < small[name] <= middle[name] <= large[name]
 
 
-def test_head_dims_of_k_and_v_share_the_bucket_of_the_larger():
-    square = explain_shape(dim=128)
-    assert explain_shape(dim=64, dim_v=128).kernels == square.kernels
-    assert explain_shape(dim=128, dim_v=8).kernels == square.kernels
-    assert explain_shape(dim=104).kernels == square.kernels
-    assert explain_shape(dim=96).kernels != square.kernels
+@pytest.mark.parametrize("family", CUDA_FAMILIES)
+def test_head_dims_of_k_and_v_share_the_bucket_of_the_larger(family):
+    square = explain_shape(dim=128, plan=family)
+    assert explain_shape(dim=64, dim_v=128, plan=family).kernels == square.kernels
+    assert explain_shape(dim=128, dim_v=8, plan=family).kernels == square.kernels
+    assert explain_shape(dim=104, plan=family).kernels == square.kernels
+    assert explain_shape(dim=64, plan=family).kernels != square.kernels
+    assert (explain_shape(dim=96, plan=family).kernels == square.kernels) == (family == "sm90")
 
 
 def test_grids_are_one_dimensional_counts_of_blocks():
     shape = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 777, "heads_q": 6, "heads_k": 2, "dim": 128}
-    forward = tiled(explain_shape(**shape))["fwd"]
+    forward = tiled(explain_shape(**shape, plan="sm80"))["fwd"]
     assert forward.grid == ceil_div(1000, forward.block_m) * 3 * 6
     backward = tiled(explain_shape(**shape, backward=True))
     assert backward["dq"].grid == ceil_div(1000, backward["dq"].block_m) * 3 * 6
@@ -98,7 +101,7 @@ def test_grids_are_one_dimensional_counts_of_blocks():
 def test_varlen_grids_come_from_the_upper_bounds():
     plan = explain((5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,), 1500, 1700)
     cuda = explain(
-        (5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,), 1500, 1700, device="h200"
+        (5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,), 1500, 1700, device="a100"
     )
     assert plan.op == cuda.op == "varlen_fwd"
     forward = tiled(cuda)["fwd"]
@@ -107,8 +110,10 @@ def test_varlen_grids_come_from_the_upper_bounds():
 
 
 def test_large_batches_and_heads_need_no_second_grid_dimension():
-    assert explain_shape(batch=65536, heads_q=8, heads_k=8).family == "sm80"
-    assert explain_shape(batch=1, heads_q=2**17, heads_k=2**17).family == "sm80"
+    for family in CUDA_FAMILIES:
+        many_batches = explain_shape(batch=65536, heads_q=8, heads_k=8, plan=family)
+        many_heads = explain_shape(batch=1, heads_q=2**17, heads_k=2**17, plan=family)
+        assert many_batches.family == many_heads.family == family
 
 
 def test_workspace_is_two_numbers_a_row():
@@ -130,7 +135,7 @@ def test_workspace_is_two_numbers_a_row():
 def test_nothing_to_compute_launches_nothing(zero):
     for backward in (False, True):
         plan = explain_shape(**{zero: 0}, backward=backward)
-        assert plan.family == "sm80"
+        assert plan.family == ("sm80" if backward else "sm90")
         assert plan.empty
         assert plan.kernels == ()
 
@@ -144,8 +149,8 @@ def test_head_dims_that_are_not_multiples_of_8(dim):
     plan = explain_shape(dim=dim, dim_v=64)
     assert plan.family is None
     assert plan.error == (
-        f"flashattn_ext: no kernel runs this call. sm80: head dim {dim} of q and k is not a "
-        f"multiple of 8; pad q and k with zeros to {pad} and pass softmax_scale=1/sqrt({dim})"
+        f"flashattn_ext: no kernel runs this call. sm90, sm80: head dim {dim} of q and k is not "
+        f"a multiple of 8; pad q and k with zeros to {pad} and pass softmax_scale=1/sqrt({dim})"
     )
     assert plan.rejected["sm80"] in plan.error
     assert (
@@ -163,10 +168,10 @@ def test_head_dims_above_256():
 def test_dtypes(name):
     plan = explain_shape(dtype=getattr(torch, name))
     assert plan.error == (
-        "flashattn_ext: no kernel runs this call. sm80: it takes float16 and bfloat16 and q is "
-        f"{name}; cast q, k and v, or call under torch.autocast('cuda')"
+        "flashattn_ext: no kernel runs this call. sm90, sm80: it takes float16 and bfloat16 and q "
+        f"is {name}; cast q, k and v, or call under torch.autocast('cuda')"
     )
-    assert explain_shape(dtype=torch.float16).family == "sm80"
+    assert explain_shape(dtype=torch.float16).family == "sm90"
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -189,6 +194,7 @@ def test_key_bias_is_named():
 def test_devices():
     turing = DeviceFacts("t4", (7, 5), 40, 64 * 1024, 64 * 1024)
     assert explain_shape(device=turing).error.endswith(
+        "sm90: it needs compute capability 9.0 and this device has 7.5. "
         "sm80: it needs compute capability 8.0 or newer and this device has 7.5"
     )
     tiny = DeviceFacts("tiny", (8, 7), 16, 64 * 1024, 64 * 1024)
@@ -197,6 +203,143 @@ def test_devices():
     )
     later = DeviceFacts("later", (13, 0), 200, 300 * 1024, 301 * 1024)
     assert explain_shape(device=later).family == "sm80"
+
+
+# ---- the Hopper forward ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hopper_kernels_run_the_forward_on_compute_capability_9_0_alone(device):
+    plan = explain_shape(device=device)
+    assert (plan.family == "sm90") == (DEVICES[device].compute_capability == (9, 0))
+    assert explain_shape(device=device, backward=True).family == (
+        "spec" if device == "cpu" else "sm80"
+    )
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_hopper_tiles_fit(dim):
+    plan = explain_shape(dim=dim)
+    assert plan.family == "sm90"
+    (kernel,) = plan.kernels
+    assert kernel.name == "flash_fwd_sm90_kernel"
+    bucket = next(size for size in (64, 128, 256) if dim <= size)
+    assert kernel.block_m % 64 == 0  # 64 rows to a warpgroup of four warps, and one that loads
+    assert kernel.num_warps == 4 * (kernel.block_m // 64 + 1)
+    tiles = 2 * bucket * (kernel.block_m + 2 * kernel.stages * kernel.block_n)
+    assert tiles < kernel.smem_bytes <= DEVICES["h200"].smem_per_block_bytes
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_grids_are_at_most_one_cta_per_sm(dim):
+    """A counter hands out the tiles that are left when every SM has one."""
+    num_sms = DEVICES["h200"].num_sms
+    block_m = explain_shape(dim=dim).kernels[0].block_m
+    for heads in (1, num_sms - 1, num_sms):
+        plan = explain_shape(batch=1, seqlen_q=block_m, heads_q=heads, heads_k=heads, dim=dim)
+        assert plan.kernels[0].grid == heads
+        assert (plan.workspace_bytes, plan.workspace_formula) == (0, "")
+    for seqlen_q in (block_m + 1, 100 * block_m):
+        plan = explain_shape(batch=1, seqlen_q=seqlen_q, heads_q=num_sms, heads_k=1, dim=dim)
+        assert plan.kernels[0].grid == num_sms
+        assert (plan.workspace_bytes, plan.workspace_formula) == (4, "one counter of tiles")
+
+
+def test_hopper_varlen_grids_come_from_the_upper_bounds():
+    shapes = ((5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,))
+    short, long = (explain(*shapes, bound, 1700, device="h200") for bound in (100, 1500))
+    for plan in (short, long):
+        names = [kernel.name for kernel in plan.kernels]
+        assert names == ["flash_fwd_sm90_kernel", "flash_fill_unowned_kernel"]
+    assert (short.kernels[0].grid, short.workspace_bytes) == (8 * 4, 0)
+    assert (long.kernels[0].grid, long.workspace_bytes) == (132, 4)
+
+
+def hopper_reason(q, k=None, v=None, **options):
+    k = q if k is None else k
+    plan = explain(q, k, k if v is None else v, device="h200", **options)
+    return plan.family, plan.rejected.get("sm90")
+
+
+def test_hopper_kernels_read_no_repeated_dimension():
+    """Tensor maps have no stride 0; a dimension of one element has no stride at all."""
+    x = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16)
+    over_batch, over_rows, over_heads = (
+        x[:1].expand(2, -1, -1, -1),
+        x[:, :1].expand(-1, 300, -1, -1),
+        x[:, :, :1].expand(-1, -1, 4, -1),
+    )
+    for name, inputs in (
+        ("q", (over_batch, x, x)),
+        ("k", (x, over_rows, x)),
+        ("v", (x, x, over_heads)),
+    ):
+        assert hopper_reason(*inputs) == (
+            "sm80",
+            f"{name} repeats a dimension in place (stride 0), which tensor maps cannot; pass a "
+            "contiguous copy to use it",
+        )
+    assert hopper_reason(x, x[:, :, :1], x[:, :, :1]) == ("sm90", None)
+    one = torch.empty(300 * 64, dtype=torch.bfloat16).as_strided((1, 300, 1, 64), (0, 64, 0, 1))
+    assert hopper_reason(one) == ("sm90", None)
+    # A repeated input that is copied anyway is read from its copy.
+    assert hopper_reason(x, x, x[:1, ..., :1].expand(2, -1, -1, 64)) == ("sm90", None)
+    packed = torch.empty(300, 4, 64, dtype=torch.bfloat16)
+    lengths = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,), "max_seqlen_q": 200, "max_seqlen_k": 200}
+    assert hopper_reason(packed, **lengths) == ("sm90", None)
+    assert hopper_reason(packed, packed[:, :1].expand(-1, 4, -1), **lengths)[0] == "sm80"
+
+
+def test_hopper_kernels_read_views_in_place():
+    x = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16)
+    fused = torch.empty(2, 300, 3, 4, 64, dtype=torch.bfloat16)
+    for inputs in (
+        (x.transpose(1, 2).contiguous().transpose(1, 2),) * 3,
+        fused.unbind(2),
+        (x[..., :56],) * 3,
+        (x[:, ::2],) * 3,
+    ):
+        plan = explain(*inputs, device="h200")
+        assert (plan.family, plan.copies) == ("sm90", ())
+
+
+def test_hopper_kernels_refuse_what_a_tensor_map_cannot_hold():
+    def layout(batch_stride):
+        layout, strides = _native.Layout(), _native.Strides()
+        strides.batch, strides.row, strides.head = batch_stride, 64, 64
+        layout.strides = strides
+        return layout
+
+    def reasons(**batch_strides):
+        problem = native_problem(seqlen_q=128, seqlen_k=128, batch=2)
+        for name, batch_stride in batch_strides.items():
+            setattr(problem, name, layout(batch_stride))
+        explanation = _native.explain(problem, native_device(DEVICES["h200"]))
+        return explanation.family, {each.family: each.reason for each in explanation.rejected}
+
+    fits = dict.fromkeys("qkv", 2**39 - 8)
+    assert reasons(**fits)[0] == "sm90"
+    family, rejected = reasons(**fits | {"k": 2**39})
+    assert family == "sm80"
+    assert rejected["sm90"] == ("a stride of k, 549755813888 elements, is larger than 549755813887")
+
+
+@pytest.mark.parametrize("name", ROOMY)
+def test_hopper_kernels_name_the_option_they_lack(name):
+    plan = explain_shape(**{name: ROOMY[name]}, plan="sm90")
+    assert plan.error.startswith(
+        f"flashattn_ext: plan='sm90' does not run this call: {name} is not in the CUDA kernels"
+    )
+
+
+def test_the_backward_of_a_forced_hopper_forward():
+    """The family has none, so its backward is the one that runs the call."""
+    backward = explain_shape(plan="sm90", backward=True)
+    assert backward == explain_shape(backward=True)
+    assert backward.family == "sm80"
+    assert backward.rejected["sm90"] == "it has the forward only"
+    assert explain_shape(plan="sm80", backward=True).family == "sm80"
+    assert "plan=" not in explain_shape(plan="sm90", backward=True, dim=12).error
 
 
 # ---- limits ----
@@ -308,16 +451,32 @@ def test_windows_of_unequal_lengths():
 
 
 def test_families_and_their_reasons():
-    assert [name for name, _ in _native.FAMILIES] == ["sm80", "spec"]
-    on_gpu, on_cpu = explain_shape(), explain_shape(device="cpu")
-    assert (on_gpu.family, on_cpu.family) == ("sm80", "spec")
-    assert on_gpu.rejected == {"spec": "it runs on CPU tensors and these are on a CUDA device"}
-    assert on_cpu.rejected == {"sm80": "it runs on CUDA tensors and these are on the CPU"}
+    assert [name for name, _ in _native.FAMILIES] == [*CUDA_FAMILIES, "spec"]
+    hopper, ampere, on_cpu = (explain_shape(device=name) for name in ("h200", "a100", "cpu"))
+    assert (hopper.family, ampere.family, on_cpu.family) == ("sm90", "sm80", "spec")
+    on_cuda, on_the_cpu = "these are on a CUDA device", "these are on the CPU"
+    assert hopper.rejected == {
+        "sm80": "it runs this call and was not the one chosen",
+        "spec": f"it runs on CPU tensors and {on_cuda}",
+    }
+    assert ampere.rejected == {
+        "sm90": "it needs compute capability 9.0 and this device has 8.0",
+        "spec": f"it runs on CPU tensors and {on_cuda}",
+    }
+    assert on_cpu.rejected == dict.fromkeys(
+        CUDA_FAMILIES, f"it runs on CUDA tensors and {on_the_cpu}"
+    )
 
 
 def test_a_forced_family_runs_or_says_why_not():
-    assert explain_shape(plan="sm80") == explain_shape()
+    assert explain_shape(plan="sm90") == explain_shape()
+    assert explain_shape(plan="sm80").family == "sm80"
+    assert explain_shape(plan="sm80", device="a100") == explain_shape(device="a100")
     assert explain_shape(plan="spec", device="cpu").family == "spec"
+    assert explain_shape(plan="sm90", device="a100").error == (
+        "flashattn_ext: plan='sm90' does not run this call: it needs compute capability 9.0 and "
+        "this device has 8.0"
+    )
     assert explain_shape(plan="sm80", device=CPU).error == (
         "flashattn_ext: plan='sm80' does not run this call: it runs on CUDA tensors and these are "
         "on the CPU"
@@ -330,5 +489,5 @@ def test_a_forced_family_runs_or_says_why_not():
         "flashattn_ext: plan='sm80' does not run this call: head dim 12 of q and k"
     )
     assert explain_shape(plan="sm75").error == (
-        "flashattn_ext: plan='sm75' names no kernel family; there are sm80, spec"
+        "flashattn_ext: plan='sm75' names no kernel family; there are sm90, sm80, spec"
     )

@@ -1,6 +1,7 @@
 #include "plan/plan.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace flashattn_ext {
 namespace {
@@ -77,11 +78,20 @@ std::string error_sentence(const Problem& problem, const DeviceInfo& device,
     }
     return name + " does not run this call: " + reject(*family, problem, device).str();
   }
-  std::string sentence = "no kernel runs this call.";
+  // Families that object alike share a sentence.
+  std::vector<std::pair<std::string, std::string>> objections;  // names, reason
   for (const Family* family : families()) {
     if (family->on_cuda != device.is_cuda) continue;
-    sentence.append(" ").append(family->name).append(": ");
-    sentence += reject(*family, problem, device).str();
+    std::string reason = reject(*family, problem, device).str();
+    if (!objections.empty() && objections.back().second == reason) {
+      objections.back().first.append(", ").append(family->name);
+    } else {
+      objections.emplace_back(family->name, std::move(reason));
+    }
+  }
+  std::string sentence = "no kernel runs this call";
+  for (const auto& [names, reason] : objections) {
+    sentence.append(". ").append(names).append(": ").append(reason);
   }
   return sentence;
 }
