@@ -68,7 +68,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     kind: str = "normal"
     options: Options = Options()
-    plan: str | None = None
 
     @property
     def dv(self) -> int:
@@ -89,7 +88,6 @@ class Case:
             batch=min(self.batch, 2),
             heads_q=ratio * heads_k,
             heads_k=heads_k,
-            plan=None,
         )
 
     def on(self, device: str) -> "Case":
@@ -120,7 +118,6 @@ class VarlenCase:
     seqused_q: tuple[int, ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     options: Options = Options()
-    plan: str | None = None
 
     @property
     def dv(self) -> int:
@@ -152,7 +149,6 @@ class VarlenCase:
             seqused_k=None if used_k is None else tuple(map(shortened, used_k)),
             heads_q=ratio * heads_k,
             heads_k=heads_k,
-            plan=None,
         )
 
     def on(self, device: str) -> "VarlenCase":

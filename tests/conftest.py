@@ -60,6 +60,19 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda-sm80", marks=[pytest.mark.gpu, pytest.mark.sm90]),
+    ]
+)
+def device_plan(request):
+    """(device, plan): like `device`, and the portable kernels where others are preferred."""
+    device, _, plan = request.param.partition("-")
+    return device, plan or None
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """Every test starts from the same state of torch's generators."""

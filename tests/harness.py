@@ -10,6 +10,11 @@ import flashattn_ext
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
+def portable(device: str) -> str:
+    """The family of `device` that runs every layout."""
+    return "sm80" if device == "cuda" else "spec"
+
+
 def attend(x: Tensors, options: dict, plan: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the public function that fits `x`."""
     call = flashattn_ext.flash_attn_varlen_func if x.lengths else flashattn_ext.flash_attn_func
@@ -78,7 +83,7 @@ def check_tensors(
 
 
 def check(
-    case: Case | VarlenCase, device: str, *, with_dlse: bool = False
+    case: Case | VarlenCase, device: str, plan: str | None = None, *, with_dlse: bool = False
 ) -> dict[str, torch.Tensor]:
     """`check_tensors` of a case at the size that `device` runs."""
     case = case.on(device)
@@ -86,7 +91,7 @@ def check(
     return check_tensors(
         make(case, device),
         case.options.kwargs(),
-        case.plan,
+        plan,
         with_dlse=with_dlse,
         from_rounded_out=case.kind == "times3" or keys_per_row(case) < 16,
     )

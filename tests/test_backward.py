@@ -147,9 +147,18 @@ def test_wide_types_on_the_cpu(dtype, causal):
 )
 def test_forced_portable_plan(device, options):
     """`plan="sm80"` on CUDA, "spec" on the CPU: what a forced family computes is as accurate."""
-    plan = "sm80" if device == "cuda" else "spec"
     case = Case(seqlen_q=140, seqlen_k=200, head_dim=128, options=options).on(device)
-    harness.check_tensors(make_tensors(case, device), options.kwargs(), plan)
+    harness.check_tensors(make_tensors(case, device), options.kwargs(), harness.portable(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_forced_hopper_plan(head_dim):
+    """A family without a backward is forced for the forward; the backward is the one there is."""
+    x = make_tensors(Case(seqlen_q=140, seqlen_k=200, head_dim=head_dim), "cuda")
+    chosen = harness.run(x, {"causal": True}, with_dlse=True)
+    harness.assert_bitwise(harness.run(x, {"causal": True}, "sm90", with_dlse=True), chosen)
 
 
 def test_only_the_lse_has_a_gradient(device):

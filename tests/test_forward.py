@@ -24,11 +24,11 @@ import flashattn_ext
 from flashattn_ext import flash_attn_func
 
 
-def check_forward(case, device):
+def check_forward(case, device, plan=None):
     case = case.on(device)
     x = make_tensors(case, device)
     with torch.no_grad():
-        out, lse = harness.attend(x, case.options.kwargs(), case.plan)
+        out, lse = harness.attend(x, case.options.kwargs(), plan)
     options = case.options.kwargs()
     compare.assert_accurate(
         {"out": out, "lse": lse},
@@ -40,11 +40,11 @@ def check_forward(case, device):
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
 @pytest.mark.parametrize("head_dim", EVERY_HEAD_DIM)
-def test_every_head_dim(device, head_dim, dtype):
+def test_every_head_dim(device_plan, head_dim, dtype):
     case = Case(
         head_dim=head_dim, dtype=dtype, seqlen_q=77, seqlen_k=133, options=Options(causal=True)
     )
-    check_forward(case, device)
+    check_forward(case, *device_plan)
 
 
 SHAPES = [
@@ -68,7 +68,23 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_shapes(device, case):
+def test_shapes(device_plan, case):
+    check_forward(case, *device_plan)
+
+
+@pytest.mark.parametrize("options", [Options(causal=True), Options(window_size=(90, 40))], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_tiles(device, head_dim, options):
+    """More than a GPU has SMs, and of unequal work: each is computed once."""
+    case = Case(
+        head_dim=head_dim,
+        seqlen_q=520,
+        seqlen_k=600,
+        batch=7,
+        heads_q=16,
+        heads_k=4,
+        options=options,
+    )
     check_forward(case, device)
 
 
@@ -80,8 +96,8 @@ def test_wide_types_on_the_cpu(dtype, causal):
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.02, 1.0, -0.1])
-def test_softmax_scale(device, scale):
-    check_forward(Case(options=Options(softmax_scale=scale), seqlen_q=100), device)
+def test_softmax_scale(device_plan, scale):
+    check_forward(Case(options=Options(softmax_scale=scale), seqlen_q=100), *device_plan)
 
 
 def test_hand_traced_row(device):
@@ -178,12 +194,12 @@ WINDOWS = [
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
-def test_windows_and_softcap(device, options, head_dim):
+def test_windows_and_softcap(device_plan, options, head_dim):
     for seqlen_q, seqlen_k in ((200, 200), (113, 303), (303, 113)):
         case = Case(
             head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, options=options
         )
-        check_forward(case, device)
+        check_forward(case, *device_plan)
 
 
 def test_equivalent_masks_give_the_same_bits(device):

@@ -43,16 +43,17 @@ struct LazySoftmax {
       new_max[half] = fmaxf(a, reference[half]);
     }
     // -inf - (-inf), a row that still sees nothing, is not a number and compares false.
-    must_rescale =
-        __any_sync(0xffffffffu, (new_max[0] - reference[0]) * log2_scale > kSlackLog2 ||
-                                    (new_max[1] - reference[1]) * log2_scale > kSlackLog2);
+    const bool moves[2] = {(new_max[0] - reference[0]) * log2_scale > kSlackLog2,
+                           (new_max[1] - reference[1]) * log2_scale > kSlackLog2};
+    must_rescale = __any_sync(0xffffffffu, moves[0] || moves[1]);
     if (must_rescale) {
+      // Row by row: a row's bits must not depend on the other rows of its warp.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float safe = new_max[half] == -INFINITY ? 0.0f : new_max[half];
-        rescale[half] = ptx::ex2_approx((reference[half] - safe) * log2_scale);
+        const float next = moves[half] ? new_max[half] : reference[half];
+        rescale[half] = moves[half] ? ptx::ex2_approx((reference[half] - next) * log2_scale) : 1.0f;
         row_sum[half] = __fmul_rn(row_sum[half], rescale[half]);
-        reference[half] = new_max[half];
+        reference[half] = next;
       }
     }
     const float ref0 = reference[0] == -INFINITY ? 0.0f : reference[0] * log2_scale;
