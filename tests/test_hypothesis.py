@@ -139,13 +139,15 @@ def test_layouts_change_no_bit(device, case, of_each, expand):
     if expand and case.batch == 2:
         plain = getattr(x, expand)
         setattr(x, expand, plain[:1].expand_as(plain).contiguous())
-    wanted = harness.run(x, case.options.kwargs())
+    # An input with a stride of 0 is not for every kernel: its run and the plain one take the same.
+    plan = harness.portable(device) if expand and case.batch == 2 else None
+    wanted = harness.run(x, case.options.kwargs(), plan)
     names = ("q", "k", "v", "dout")
     changes = {n: laid_out(getattr(x, n), layout) for n, layout in zip(names, of_each)}
     if expand and case.batch == 2:
         changes[expand] = changes[expand][:1].expand_as(changes[expand])
     view = dataclasses.replace(x, **changes)
-    harness.assert_bitwise(harness.run(view, case.options.kwargs()), wanted)
+    harness.assert_bitwise(harness.run(view, case.options.kwargs(), plan), wanted)
 
 
 @PROPERTY

@@ -37,17 +37,8 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("case", DENSE, ids=str)
-def test_sanitize_dense(device, case):
-    x = make_tensors(case, device)
-    actual = harness.run(x, case.options.kwargs(), with_dlse=True)
-    for name in ("out", "dq", "dk", "dv"):
-        assert actual[name].isfinite().all(), name
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sanitize_varlen(device, head_dim):
-    case = VarlenCase(
+PACKED = [
+    VarlenCase(
         lengths_q=(65, 0, 3),
         lengths_k=(70, 5, 0),
         head_dim=head_dim,
@@ -58,10 +49,52 @@ def test_sanitize_varlen(device, head_dim):
         seqused_k=(69, 2, 0),
         options=Options(causal=True),
     )
-    x = make_varlen_tensors(case, device)
-    actual = harness.run(x, {"causal": True}, with_dlse=True)
+    for head_dim in (64, 128, 256)
+]
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_sanitize_dense(device, case):
+    x = make_tensors(case, device)
+    actual = harness.run(x, case.options.kwargs(), with_dlse=True)
     for name in ("out", "dq", "dk", "dv"):
         assert actual[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_sanitize_varlen(device, case):
+    x = make_varlen_tensors(case, device)
+    actual = harness.run(x, case.options.kwargs(), with_dlse=True)
+    for name in ("out", "dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=str)
+def test_sanitize_portable_forward(case):
+    """Where the tests above run the Hopper forward; the backward there is the portable one."""
+    make = make_tensors if isinstance(case, Case) else make_varlen_tensors
+    out, _ = harness.attend(make(case, "cuda"), case.options.kwargs(), "sm80")
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sanitize_more_tiles_than_sms(device, head_dim):
+    """Persistent CTAs go from tile to tile, some with keys and some without."""
+    case = Case(
+        head_dim=head_dim,
+        seqlen_q=200,
+        seqlen_k=6,
+        batch=1,
+        heads_q=140,
+        heads_k=1,
+        options=Options(causal=True),
+    )
+    with torch.no_grad():
+        out, _ = harness.attend(make_tensors(case, device), case.options.kwargs())
+    assert out.isfinite().all()
+    assert not out[:, :194].any(), "rows before the first key"
 
 
 def test_sanitize_unequal_head_dims(device):

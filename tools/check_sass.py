@@ -120,7 +120,7 @@ def main() -> int:
         code.name = name
     if arguments.table:
         for code in sorted(codes, key=lambda code: (code.name, code.arch)):
-            shown = ("HMMA", "LDSM", "LDGSTS", "HGMMA", "MUFU", "BAR", "LDL", "STL")
+            shown = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "MUFU", "LDL", "STL")
             counts = "  ".join(f"{opcode} {code.counts[opcode]:4}" for opcode in shown)
             print(f"{code.arch:7} {counts}  {code.name}")
     found = findings(
