@@ -87,7 +87,8 @@ def flash_attn_func(
             False skips a tile of 128 queries and 128 keys.
         return_lse: return (out, lse).
         rng_state: uint64 (2), (seed, offset) of the dropout; None draws from torch's generator.
-        plan: name of the kernel family to use or fail ("sm80", "spec"); None chooses (`explain`).
+        plan: name of the kernel family to use or fail ("sm90", "sm80", "spec"); None chooses
+            (`explain`). The backward of a family that has none is chosen.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, contiguous.
