@@ -53,43 +53,6 @@ const HopperTest three_arrivals("ptx.mbarrier.parity_of_three_arrivals", [] {
   check_script<ArriveOneByOne>(3, {kOdd, kOdd, kOdd, kEven, kEven, kEven, kOdd, kOdd, kOdd, kEven});
 });
 
-// Stands for a copy whose bytes land.
-__device__ void complete_bytes(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(bytes)
-               : "memory");
-}
-
-// Two arrivals, of which one or both announce bytes.
-struct ExpectBytes {
-  __device__ static void run(uint32_t bar, uint32_t* noted) {
-    ptx::mbarrier_arrive_expect_tx(bar, 96);
-    noted[0] = parities_over(bar);  // an arrival and 96 bytes are missing
-    complete_bytes(bar, 96);
-    noted[1] = parities_over(bar);  // an arrival is missing
-    ptx::mbarrier_arrive(bar);
-    noted[2] = parities_over(bar);
-
-    ptx::mbarrier_arrive(bar);
-    ptx::mbarrier_arrive_expect_tx(bar, 96);
-    noted[3] = parities_over(bar);  // 96 bytes are missing
-    complete_bytes(bar, 80);
-    noted[4] = parities_over(bar);  // 16 bytes are missing
-    complete_bytes(bar, 16);
-    noted[5] = parities_over(bar);
-
-    ptx::mbarrier_arrive_expect_tx(bar, 32);
-    ptx::mbarrier_arrive_expect_tx(bar, 64);
-    complete_bytes(bar, 64);
-    noted[6] = parities_over(bar);  // 32 bytes are missing
-    complete_bytes(bar, 32);
-    noted[7] = parities_over(bar);
-  }
-};
-
-const HopperTest bytes("ptx.mbarrier.waits_for_bytes_and_arrivals", [] {
-  check_script<ExpectBytes>(2, {kOdd, kOdd, kEven, kEven, kEven, kOdd, kOdd, kEven});
-});
-
 // ---- Between warps ----
 
 constexpr int kStages = 2, kSteps = 24, kConsumers = 2;
