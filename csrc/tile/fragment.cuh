@@ -43,9 +43,6 @@ struct Operand {
            row * Layout::kPitchBytes;
   }
 };
-}
-}
-;
 
 // A fragment (16 x 16) from accumulator tiles 2*kk and 2*kk + 1.
 template <typename Element, int kNTiles>
