@@ -50,6 +50,7 @@ build: setup  ## rebuild the native module after a change in csrc/
 
 demo: build  ## train a small GPT through flash_attn_func and compare it
 	$(PY) examples/train_gpt.py
+	$(PY) examples/train_gpt.py --varlen --steps 100
 
 test: build  ## the tests (those that need a GPU skip themselves without one)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import reference
 import torch
+import torch._functorch.config
 
 from benchmarks import (
     baselines,
@@ -125,9 +126,9 @@ def test_missing_packages_are_unavailable(monkeypatch):
         IMPLEMENTATIONS["sdpa_flash"].make(problems.varlen(64, True, "mixed"))
 
 
-def test_a_compiled_baseline_can_be_checked_and_then_timed(monkeypatch):
+@torch._functorch.config.patch(donated_buffer=True)  # torch's default; undone behind the test
+def test_a_compiled_baseline_can_be_checked_and_then_timed():
     """The check runs the backward once and lets the graph go; timing keeps it for many runs."""
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
     torch._dynamo.reset()
     baselines.keep_backward_buffers()
 

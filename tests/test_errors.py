@@ -170,6 +170,7 @@ def test_ranks(device, index):
         flash_attn_varlen_func(*arguments)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested")
 def test_tensors_that_are_not_strided():
     q, k, v = tensors()
     mask = torch.ones(SQ, SK, dtype=torch.bool)
