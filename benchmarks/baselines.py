@@ -140,12 +140,13 @@ def keep_backward_buffers() -> None:
         torch._functorch.config.donated_buffer = False
 
 
-@functools.cache
 def _compiled_flex() -> Callable:
+    """FlexAttention for one problem: what was compiled for others counts against no limit."""
     from torch.nn.attention.flex_attention import flex_attention
 
     keep_backward_buffers()
-    return torch.compile(flex_attention, dynamic=False)
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def make_flex(problem: Problem) -> Attend:

@@ -2,10 +2,13 @@
 
     python -m benchmarks.bench_attention --quick
     python -m benchmarks.bench_attention --impls flashattn_ext,sdpa_flash,sdpa_cudnn --budget-s 90
+    python -m benchmarks.bench_attention --cases dense,window_1024 --ops fwd --plan default,sm80
 
-Shapes: 16,384 tokens, heads = 2048 / head_dim, standard normal inputs. Every implementation is
-first compared with fp64 on one head of one sequence, then timed (`timing.py`); the printed ratio
-is the baseline's time over ours, so above 1 is faster.
+Shapes: 16,384 tokens, heads = 2048 / head_dim, standard normal inputs; `problems.CASES` has the
+others. Every implementation is first compared with fp64 on one head of one sequence, then timed
+(`timing.py`); the printed ratio is the baseline's time over ours, so above 1 is faster. Several
+plans of ours take turns with the peers in one run; a forced one that would launch what an earlier
+one launches is not timed twice.
 """
 
 import argparse
@@ -21,31 +24,41 @@ import torch
 
 from benchmarks import flops, problems, timing
 from benchmarks.baselines import IMPLEMENTATIONS, Attend, Implementation, Unavailable
+from benchmarks.comparison import DEFAULT_PLAN, OURS, label_of, print_summary, ratios
 from benchmarks.problems import Inputs, Problem
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 4096)
 DEFAULT_IMPLS = ("flashattn_ext", "sdpa_flash", "torch_varlen")
-OURS = "flashattn_ext"
+OPS = ("fwd", "bwd")
+# The training shapes in either dtype; records call both "dense".
+TRAINING = {"dense": torch.bfloat16, "fp16": torch.float16}
+CASES = (*TRAINING, *problems.CASES)
+DEFAULT_CASES = ("dense", "varlen_uniform", "varlen_mixed")
 
 
 def suite(
+    cases: Iterable[str] = DEFAULT_CASES,
     *,
     quick: bool = False,
-    varlen: bool = True,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     seqlens: tuple[int, ...] | None = None,
 ) -> list[Problem]:
-    """The problems in the order they are measured: long sequences last."""
+    """The problems of `cases`, in their order; training shapes with long sequences last.
+
+    `quick`, `head_dims` and `seqlens` choose among the training shapes alone.
+    """
     seqlens = seqlens or (QUICK_SEQLENS if quick else SEQLENS)
-    cells = [
-        problems.dense(head_dim, seqlen, causal)
-        for seqlen, head_dim, causal in itertools.product(seqlens, head_dims, (False, True))
-    ]
-    if varlen:
-        kinds = ("mixed",) if quick else ("uniform", "mixed")
-        cells += [problems.varlen(d, True, kind) for d in (64, 128) for kind in kinds]
+    cells = []
+    for case in cases:
+        if case in TRAINING:
+            cells += [
+                problems.dense(head_dim, seqlen, causal, dtype=TRAINING[case])
+                for seqlen, head_dim, causal in itertools.product(seqlens, head_dims, (False, True))
+            ]
+        else:
+            cells += problems.CASES[case]()
     return cells
 
 
@@ -57,10 +70,20 @@ class Candidate:
     attend: Attend
     inputs: Inputs
     errors: dict[str, float]
+    asked_plan: str  # "" for a baseline
 
     @property
     def name(self) -> str:
         return self.implementation.name
+
+    @property
+    def forced(self) -> str | None:
+        """The kernel family that is forced, if any."""
+        return None if self.asked_plan in ("", DEFAULT_PLAN) else self.asked_plan
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}:{self.forced}" if self.forced else self.name
 
     def call(self, op: str) -> Callable[[], object]:
         """One forward without a graph, or one backward through a graph that is kept."""
@@ -83,16 +106,19 @@ def relative_errors(
     attend: Attend,
     inputs: Inputs,
     references: tuple[torch.Tensor, ...],
+    ops: Iterable[str] = OPS,
 ) -> dict[str, float]:
-    """Relative Frobenius errors: `fwd` of out, `bwd` the largest of dq, dk, dv."""
-    with implementation.pinned():
-        out = attend(inputs)
-        gradients = torch.autograd.grad(out, inputs.leaves, inputs.dout)
+    """Relative Frobenius errors: `fwd` of out, `bwd` the largest of dq, dk, dv; of `ops` alone."""
+    backward = "bwd" in ops
+    with implementation.pinned(), torch.set_grad_enabled(backward):
+        results = [attend(inputs)]
+        if backward:
+            results += torch.autograd.grad(results[0], inputs.leaves, inputs.dout)
     errors = [
         problems.relative_error(problem, implementation.restore(actual), reference)
-        for actual, reference in zip((out, *gradients), references, strict=True)
+        for actual, reference in zip(results, references)
     ]
-    return {"fwd": errors[0], "bwd": max(errors[1:])}
+    return {"fwd": errors[0], **({"bwd": max(errors[1:])} if backward else {})}
 
 
 def _plan_of(problem: Problem, inputs: Inputs, op: str, plan: str | None) -> tuple[str, str]:
@@ -116,55 +142,82 @@ def _say_once(message: str) -> None:
 
 
 def candidates_for(
-    problem: Problem, inputs: Inputs, impls: tuple[str, ...], plan: str | None = None
+    problem: Problem,
+    inputs: Inputs,
+    impls: Iterable[str],
+    plans: Iterable[str] = (DEFAULT_PLAN,),
+    ops: Iterable[str] = OPS,
 ) -> Iterator[Candidate]:
     """The implementations that can run the problem and are right; says why others are left out."""
     references = problems.reference_slice(problem, inputs)
     for name in impls:
-        implementation = IMPLEMENTATIONS[name]
-        options = {"plan": plan} if name == OURS else {}
-        try:
-            attend = implementation.make(problem, **options)
-            arranged = implementation.arrange(inputs)
-            errors = relative_errors(problem, implementation, attend, arranged, references)
-        except (Unavailable, RuntimeError) as reason:
-            if name == OURS:
-                raise
-            _say_once(f"  {name} left out: {str(reason).splitlines()[0]}")
-            continue
-        limit = problems.BASELINE_ERROR_LIMIT
+        for asked in plans if name == OURS else ("",):
+            candidate = _checked(problem, inputs, name, asked, references, ops)
+            if candidate is not None:
+                yield candidate
+
+
+def _checked(
+    problem: Problem,
+    inputs: Inputs,
+    name: str,
+    asked_plan: str,
+    references: tuple[torch.Tensor, ...],
+    ops: Iterable[str],
+) -> Candidate | None:
+    """`name` ready to run, or None where a baseline cannot or is wrong; ours raises then."""
+    implementation = IMPLEMENTATIONS[name]
+    forced = {} if asked_plan in ("", DEFAULT_PLAN) else {"plan": asked_plan}
+    try:
+        attend = implementation.make(problem, **forced)
+        arranged = implementation.arrange(inputs)
+        errors = relative_errors(problem, implementation, attend, arranged, references, ops)
+    except (Unavailable, RuntimeError) as reason:
         if name == OURS:
-            limit = problems.ERROR_LIMIT[problem.dtype]
-        if not max(errors.values()) <= limit:
-            message = f"{name} on {problem}: relative errors {errors}, at most {limit} allowed"
-            if name == OURS:
-                raise AssertionError(message)
-            _say_once(f"  left out, wrong: {message}")
-            continue
-        yield Candidate(implementation, attend, arranged, errors)
+            raise
+        _say_once(f"  {name} left out of {problem.case}: {str(reason).splitlines()[0]}")
+        return None
+    limit = problems.BASELINE_ERROR_LIMIT
+    if name == OURS:
+        limit = problems.ERROR_LIMIT[problem.dtype]
+    if not max(errors.values()) <= limit:
+        message = f"{name} on {problem}: relative errors {errors}, at most {limit} allowed"
+        if name == OURS:
+            raise AssertionError(message)
+        _say_once(f"  left out, wrong: {message}")
+        return None
+    return Candidate(implementation, attend, arranged, errors, asked_plan)
 
 
 def measure(
     problem: Problem,
-    impls: tuple[str, ...],
+    impls: Iterable[str],
     *,
-    plan: str | None = None,
+    plans: Iterable[str] = (DEFAULT_PLAN,),
     rounds: int = 4,
     calls: int = 4,
-    ops: tuple[str, ...] = ("fwd", "bwd"),
+    ops: Iterable[str] = OPS,
+    device: str = "cuda",
 ) -> list[dict[str, Any]]:
-    """Bench records of one problem, one line per implementation and op."""
-    inputs = problems.make_inputs(problem)
-    candidates = list(candidates_for(problem, inputs, impls, plan))
+    """Bench records of one problem, one line per implementation (ours: per plan) and op."""
+    inputs = problems.make_inputs(problem, device)
+    candidates = list(candidates_for(problem, inputs, impls, plans, ops))
     lines: list[dict[str, Any]] = []
     for op in ops:
-        calls_of = {candidate.name: candidate.call(op) for candidate in candidates}
-        times = timing.time_alternating(calls_of, rounds=rounds, calls=calls)
+        launched: dict[str, tuple[str, str]] = {}
+        timed = []
         for candidate in candidates:
-            family, text = "", ""
             if candidate.name == OURS:
-                family, text = _plan_of(problem, inputs, op, plan)
-            lines.append(_line(problem, op, candidate, times[candidate.name], family, text))
+                plan = _plan_of(problem, inputs, op, candidate.forced)
+                if plan in launched.values():
+                    continue
+                launched[candidate.label] = plan
+            timed.append(candidate)
+        calls_of = {candidate.label: candidate.call(op) for candidate in timed}
+        times = timing.time_alternating(calls_of, rounds=rounds, calls=calls)
+        for candidate in timed:
+            family, text = launched.get(candidate.label, ("", ""))
+            lines.append(_line(problem, op, candidate, times[candidate.label], family, text))
     return lines
 
 
@@ -178,6 +231,7 @@ def _line(
         "impl": candidate.name,
         "version": candidate.implementation.version(),
         "family": family,
+        "asked_plan": candidate.asked_plan,
         **problem.fields(),
         "deterministic": False,
         "ms": time_.median,
@@ -191,67 +245,37 @@ def _line(
     }
 
 
-def by_cell(lines: Iterable[dict]) -> dict[tuple, list[dict]]:
-    """Lines grouped by op and problem: the implementations that are compared with each other."""
-    fields = ("op", "case", "head_dim", "causal", "seqlen_q", "batch", "heads_q", "heads_k")
-    cells: dict[tuple, list[dict]] = {}
-    for line in lines:
-        cells.setdefault(tuple(line[field] for field in fields), []).append(line)
-    return cells
-
-
-def ratios(lines: list[dict]) -> dict[str, float]:
-    """Baseline's time over ours, `impl` -> ratio, for the lines of one problem and op."""
-    ours = next((line["ms"] for line in lines if line["impl"] == OURS), None)
-    if ours is None:
-        return {}
-    return {line["impl"]: line["ms"] / ours for line in lines if line["impl"] != OURS}
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
-
-
 def _print_cell(problem: Problem, op: str, lines: list[dict]) -> None:
-    speeds = "  ".join(f"{line['impl']} {line['tflops']:.0f}" for line in lines)
-    versus = "  ".join(f"{value:.2f}x {name}" for name, value in ratios(lines).items())
+    speeds = "  ".join(f"{label_of(line)} {line['tflops']:.0f}" for line in lines)
+    versus = "  ".join(
+        f"{value:.2f}x {name}"
+        for own in lines[:1]
+        if own["impl"] == OURS
+        for name, value in ratios(own, lines).items()
+    )
     mask = "causal" if problem.causal else "full"
     print(
-        f"{op:>10} {problem.case:<14} d{problem.head_dim:<3} {mask:<6} {problem.seqlen_q:>5}"
+        f"{op:>10} {problem.case:<15} d{problem.head_dim:<3} {mask:<6} {problem.seqlen_q:>5}"
         f"  TFLOP/s: {speeds}   {versus}",
         flush=True,
     )
 
 
-def print_summary(lines: list[dict]) -> None:
-    """Geometric mean and the lowest cell per op, case and baseline."""
-    cells: dict[tuple[str, str, str], list[float]] = {}
-    for (op, case, *_), cell in by_cell(lines).items():
-        for impl, ratio in ratios(cell).items():
-            cells.setdefault((op, case, impl), []).append(ratio)
-    print("\nspeed over the baseline: geometric mean, lowest cell, cells")
-    for (op, case, impl), values in sorted(cells.items()):
-        mean = geometric_mean(values)
-        print(f"{op:>10} {case:<14} {impl:<14} {mean:.3f}  {min(values):.3f}  {len(values)}")
-
-
 def run(
     cells: list[Problem],
-    impls: tuple[str, ...],
+    impls: Iterable[str],
     *,
-    plan: str | None = None,
-    rounds: int = 4,
-    calls: int = 4,
     budget_s: float = math.inf,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Measure `cells` in order until the budget is spent, saying which were left out."""
+    """`measure` the cells in order until the budget is spent, saying how many were left out."""
     begin = time.monotonic()
     lines: list[dict[str, Any]] = []
     for index, problem in enumerate(cells):
         if time.monotonic() - begin > budget_s:
             print(f"budget of {budget_s:.0f} s spent: {len(cells) - index} cells left out")
             break
-        cell = measure(problem, impls, plan=plan, rounds=rounds, calls=calls)
+        cell = measure(problem, impls, **options)
         lines += cell
         for op, of_op in itertools.groupby(cell, key=lambda line: line["op"]):
             _print_cell(problem, str(op), list(of_op))
@@ -259,25 +283,48 @@ def run(
     return lines
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(","))
+def _one_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """An argument type: names from `known`, comma separated; "all" is every one."""
 
     def names(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        unknown = set(chosen) - IMPLEMENTATIONS.keys()
+        chosen = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+        unknown = sorted(set(chosen) - set(known))
         if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown {sorted(unknown)}; choose from {sorted(IMPLEMENTATIONS)}"
-            )
+            raise argparse.ArgumentTypeError(f"unknown {unknown}; choose from {sorted(known)}")
         return chosen
 
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _plans(text: str) -> tuple[str, ...]:
+    """Plan names, the default first: a forced plan that launches the same is then left out."""
+    return tuple(sorted(dict.fromkeys(text.split(",")), key=lambda name: name != DEFAULT_PLAN))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
-    parser.add_argument("--no-varlen", action="store_true", help="dense shapes only")
-    parser.add_argument("--impls", type=names, default=DEFAULT_IMPLS, help="comma separated")
-    parser.add_argument("--plan", default=None, help='force a kernel family, such as "sm80"')
-    parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
-    parser.add_argument("--seqlens", type=numbers, default=None)
+    parser.add_argument(
+        "--cases",
+        type=_one_of(CASES),
+        default=DEFAULT_CASES,
+        help=f"comma separated, in this order, or all: {', '.join(CASES)}",
+    )
+    parser.add_argument("--ops", type=_one_of(OPS), default=OPS, help="fwd, bwd or both")
+    parser.add_argument(
+        "--impls", type=_one_of(IMPLEMENTATIONS), default=DEFAULT_IMPLS, help="comma separated"
+    )
+    parser.add_argument(
+        "--plan",
+        type=_plans,
+        default=(DEFAULT_PLAN,),
+        help='plans of ours, comma separated: "default" or a kernel family, such as "sm80"',
+    )
+    parser.add_argument("--head-dims", type=_numbers, default=HEAD_DIMS)
+    parser.add_argument("--seqlens", type=_numbers, default=None)
     parser.add_argument("--rounds", type=int, default=4, help="turns of each candidate")
     parser.add_argument("--calls", type=int, default=4, help="timed calls per turn")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="stop after this long")
@@ -285,15 +332,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_from(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cells = suite(
+        arguments.cases,
         quick=arguments.quick,
-        varlen=not arguments.no_varlen,
         head_dims=arguments.head_dims,
         seqlens=arguments.seqlens,
     )
     return run(
         cells,
         arguments.impls,
-        plan=arguments.plan,
+        plans=arguments.plan,
+        ops=arguments.ops,
         rounds=arguments.rounds,
         calls=arguments.calls,
         budget_s=arguments.budget_s,

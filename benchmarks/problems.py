@@ -5,8 +5,11 @@ wants another order is given transposed views of the same memory.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,12 +85,28 @@ def dense(head_dim: int, seqlen: int, causal: bool, **changes: object) -> Proble
     return dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
 
 
+def long_tailed_lengths(
+    count: int = 16, total: int = TOTAL_TOKENS, seed: int = 0
+) -> tuple[int, ...]:
+    """`count` log-normal lengths (sigma 1) that sum to `total`: most short, a few very long."""
+    generator = random.Random(seed)
+    draws = [generator.lognormvariate(0, 1) for _ in range(count)]
+    lengths = [max(1, round(total * draw / sum(draws))) for draw in draws]
+    lengths[lengths.index(max(lengths))] += total - sum(lengths)
+    return tuple(lengths)
+
+
+VARLEN_LENGTHS = {
+    "uniform": (1024,) * 16,
+    "mixed": (8192, 37, 2048, 1, 1500, 731, 3000, 512, 128, 64, 171),
+    "8x2k": (2048,) * 8,
+    "longtail": long_tailed_lengths(),
+}
+
+
 def varlen(head_dim: int, causal: bool, kind: str) -> Problem:
-    """16,384 packed tokens: `uniform` 16 sequences alike, `mixed` lengths from 37 to 8192."""
-    lengths = {
-        "uniform": (1024,) * 16,
-        "mixed": (8192, 37, 2048, 1, 1500, 731, 3000, 512, 128, 64, 171),
-    }[kind]
+    """16,384 packed tokens, in sequences of `VARLEN_LENGTHS[kind]`."""
+    lengths = VARLEN_LENGTHS[kind]
     if sum(lengths) != TOTAL_TOKENS:
         raise ValueError(f"varlen {kind}: {sum(lengths)} tokens, wanted {TOTAL_TOKENS}")
     return dense(
@@ -98,6 +117,36 @@ def varlen(head_dim: int, causal: bool, kind: str) -> Problem:
         batch=len(lengths),
         lengths=lengths,
     )
+
+
+def _varlen_case(kind: str) -> list[Problem]:
+    return [varlen(head_dim, True, kind) for head_dim in (64, 128)]
+
+
+def _grouped_case() -> list[Problem]:
+    """32 query heads over 8 heads of keys and values, each beside its MHA twin."""
+    return [
+        dense(128, seqlen, causal, case=case, heads_q=32, heads_k=heads_k)
+        for seqlen in (4096, 16384)
+        for causal in (False, True)
+        for case, heads_k in (("gqa_32_8", 8), ("mha_32_32", 32))
+    ]
+
+
+# Beside `dense`: fixed problems by the name that --cases takes, which is the record's `case` too.
+CASES: dict[str, Callable[[], list[Problem]]] = {
+    **{f"varlen_{kind}": functools.partial(_varlen_case, kind) for kind in VARLEN_LENGTHS},
+    # The last 1,024 keys, the row's own among them.
+    "window_1024": lambda: [dense(128, 16384, True, case="window_1024", window=(1023, 0))],
+    "gqa_32_8": _grouped_case,
+    "mla_192_128": lambda: [
+        dense(192, seqlen, True, case="mla_192_128", heads_q=16, heads_k=16, head_dim_v=128)
+        for seqlen in (4096, 16384)
+    ],
+    "tokens_18000": lambda: [
+        dense(128, 18000, True, case="tokens_18000", heads_q=8, heads_k=8)  # batch 1
+    ],
+}
 
 
 @dataclasses.dataclass
@@ -143,25 +192,40 @@ def make_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> Inputs
     )
 
 
-def _one_head(problem: Problem, tensor: torch.Tensor, head: int, length: int) -> torch.Tensor:
-    """The first sequence of one head, (S, D), in fp64."""
-    rows = tensor if problem.lengths else tensor[0]
-    return rows[:length, head].detach().double()
+def _one_head(problem: Problem, tensor: torch.Tensor, head: int) -> torch.Tensor:
+    """One head of the first sequence (varlen: of the longest), (S, D), in fp64."""
+    if not problem.lengths:
+        return tensor[0, :, head].detach().double()
+    longest = problem.lengths.index(max(problem.lengths))
+    start = sum(problem.lengths[:longest])
+    return tensor[start : start + problem.lengths[longest], head].detach().double()
 
 
 def reference_slice(
     problem: Problem, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp64 out, dq, dk, dv of the last head of the first sequence, in closed form.
+    """fp64 out, dq, dk, dv of the last head of one sequence (`_one_head`), in closed form.
 
-    Needs heads_q == heads_k for dk and dv; computed in row chunks, so that memory stays O(S).
+    dk and dv sum over the query heads that share that last head of keys. Computed in row chunks,
+    so that memory stays O(S).
     """
     p = problem
-    length = p.lengths[0] if p.lengths else p.seqlen_k
-    q = _one_head(p, inputs.q, p.heads_q - 1, length)
-    k = _one_head(p, inputs.k, p.heads_k - 1, length)
-    v = _one_head(p, inputs.v, p.heads_k - 1, length)
-    dout = _one_head(p, inputs.dout, p.heads_q - 1, length)
+    k = _one_head(p, inputs.k, p.heads_k - 1)
+    v = _one_head(p, inputs.v, p.heads_k - 1)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(p.heads_q - p.heads_q // p.heads_k, p.heads_q):
+        q, dout = _one_head(p, inputs.q, head), _one_head(p, inputs.dout, head)
+        out, dq, dk_part, dv_part = _reference_head(p, q, k, v, dout)
+        dk += dk_part
+        dv += dv_part
+    return out, dq, dk, dv
+
+
+def _reference_head(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, dq, dk, dv of one (S, D) head."""
+    p = problem
     scale = 1 / math.sqrt(p.head_dim)
     out, dq = torch.empty_like(dout), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -188,7 +252,6 @@ def reference_slice(
 
 
 def relative_error(problem: Problem, actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative Frobenius error of `actual`'s last head of the first sequence."""
-    head = actual.shape[-2] - 1
-    mine = _one_head(problem, actual, head, reference.shape[0])
+    """Relative Frobenius error of `actual`'s last head in the sequence that `reference` is of."""
+    mine = _one_head(problem, actual, actual.shape[-2] - 1)
     return float((mine - reference).norm() / reference.norm())

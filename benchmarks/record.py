@@ -3,6 +3,22 @@
     python -m benchmarks.record --tests --sanitizer --bench --overhead --memory
     python -m benchmarks.record --bench --budget-s 90 --plan sm80 --commit <hash> --out run.jsonl
 
+The forward's records, each command within ten minutes, its options those of `bench_attention`:
+training shapes and most other cases, both families and the peers in one run; then, apart because
+FlexAttention compiles for each shape, what few other peers take, beside the rate it is held
+against.
+
+    python -m benchmarks.record --bench --ops fwd --plan default,sm80 --budget-s 500 \\
+        --cases dense,fp16,gqa_32_8,tokens_18000,varlen_mixed,varlen_8x2k,varlen_longtail \\
+        --impls flashattn_ext,sdpa_flash,sdpa_cudnn,torch_varlen,fa3,fa4
+    python -m benchmarks.record --bench --ops fwd --budget-s 500 --head-dims 128 --seqlens 16384 \\
+        --cases dense,window_1024,mla_192_128 \\
+        --impls flashattn_ext,sdpa_flash,sdpa_cudnn,flex,fa3,fa4
+
+A run that its budget cut short has fewer cells and replaces no table of a wider one. With
+`--plan sm80,default` and no `--ops` the backward is recorded too, once where both plans launch
+the same kernels.
+
 Records are described in `records.py`. Each part's lines are written as soon as it ends, so an
 interrupted run keeps what it measured. The exit status is 1 when any part found a failure.
 """

@@ -4,8 +4,10 @@
     python -m benchmarks.tables --check    fails where the README differs from the records
     python -m benchmarks.tables --current  fails unless this csrc/ has passed tests and sanitizers
 
-A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`. Each is made from the
-newest run that has its kind of record, and names that run, its GPU and its versions.
+A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`. Each is made from one run,
+the newest that has its kind of record, and names that run, its GPU and its versions. Speed tables
+take the newest of the runs with the most cells, so that a look at a few shapes replaces no table;
+the default plan's and the portable family's are chosen apart.
 """
 
 import argparse
@@ -15,24 +17,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks import records
-from benchmarks.bench_attention import OURS, by_cell, geometric_mean, ratios
+from benchmarks.comparison import (
+    LABELS,
+    PORTABLE,
+    Cells,
+    default_plan,
+    geometric_mean,
+    over_yardstick,
+    portable,
+    ratios,
+    training_cells,
+    widest_run,
+)
+from benchmarks.plot import draw
 
 REPOSITORY = records.REPOSITORY
 README = REPOSITORY / "README.md"
 PLOT = REPOSITORY / "docs" / "speed.svg"
 BASELINE = "sdpa_flash"
 NO_RECORD = "No record yet."
-LABELS = {
-    "flashattn_ext": "flashattn_ext",
-    "sdpa_flash": "SDPA FLASH",
-    "sdpa_cudnn": "SDPA cuDNN",
-    "sdpa_efficient": "SDPA EFFICIENT",
-    "torch_varlen": "torch varlen_attn",
-    "flex": "FlexAttention",
-    "fa2": "flash-attn 2",
-    "fa3": "flash-attn 3",
-    "fa4": "flash-attn 4",
-}
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.DOTALL)
 
 
@@ -69,71 +72,161 @@ def verified(lines: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def speed(lines: list[dict], op: str) -> str:
-    """Ours in TFLOP/s with the ratio over SDPA FLASH per cell; geometric means below."""
-    run = records.latest_run(lines, "bench", op=op, case="dense")
-    cells = by_cell(line for line in run if line["op"] == op and line["case"] == "dense")
-    ours: dict[tuple, tuple[dict, float | None]] = {}
+def grid(texts: dict[tuple[int, bool, int], str]) -> str:
+    """A table of texts by (head dim, causal) and sequence length."""
+    seqlens = sorted({seqlen for _, _, seqlen in texts})
+    rows = [
+        [mask_name(head_dim, causal), *(texts.get((head_dim, causal, n), "") for n in seqlens)]
+        for head_dim, causal in sorted({key[:2] for key in texts})
+    ]
+    return table(["sequence length", *map(str, seqlens)], rows)
+
+
+def mask_name(head_dim: int | str, causal: bool) -> str:
+    return f"d {head_dim}, {'causal' if causal else 'full'}"
+
+
+def key_of(line: dict) -> tuple[int, bool, int]:
+    return line["head_dim"], line["causal"], line["seqlen_q"]
+
+
+def mean_and_lowest(values: list[float], over: str = "") -> str:
+    return f"{geometric_mean(values):.2f}×{over} (lowest cell {min(values):.2f}×)"
+
+
+def kernels_of(cells: Cells) -> str:
+    first = cells[0][0]
+    families = ", ".join(sorted({line["family"] for line, _ in cells}))
+    return f"flashattn_ext ({families} kernels), {first['dtype']}, 16,384 tokens, heads = 2048 / d"
+
+
+def speed(cells: Cells) -> str:
+    """Ours in TFLOP/s with the ratio over SDPA FLASH per cell; geometric means above."""
+    if not cells:
+        return ""
+    texts: dict[tuple[int, bool, int], str] = {}
     against: dict[str, list[float]] = {}
-    for cell in cells.values():
-        line = next((line for line in cell if line["impl"] == OURS), None)
-        if line is None:
-            continue
-        relative = ratios(cell)
-        ours[line["head_dim"], line["causal"], line["seqlen_q"]] = line, relative.get(BASELINE)
+    for line, cell in cells:
+        relative = ratios(line, cell)
+        over = f" ({relative[BASELINE]:.2f}×)" if BASELINE in relative else ""
+        texts[key_of(line)] = f"{line['tflops']:.0f}{over}"
         for impl, ratio in relative.items():
             against.setdefault(impl, []).append(ratio)
-    if not ours:
-        return ""
-    seqlens = sorted({key[2] for key in ours})
-    rows = []
-    for head_dim, causal in sorted({key[:2] for key in ours}):
-        row = [f"d {head_dim}, {'causal' if causal else 'full'}"]
-        for seqlen in seqlens:
-            line, over_baseline = ours.get((head_dim, causal, seqlen), ({}, None))
-            text = f"{line['tflops']:.0f}" if line else ""
-            row.append(text if over_baseline is None else f"{text} ({over_baseline:.2f}×)")
-        rows.append(row)
     means = "; ".join(
-        f"{geometric_mean(values):.2f}× {LABELS[impl]} (lowest cell {min(values):.2f}×)"
-        for impl, values in against.items()
+        mean_and_lowest(values, f" {LABELS[impl]}") for impl, values in against.items()
     )
-    first = next(iter(ours.values()))[0]
-    families = sorted({line["family"] for line, _ in ours.values()})
-    note = (
-        f"TFLOP/s of flashattn_ext ({', '.join(families)} kernels), {first['dtype']}, "
-        f"16,384 tokens, heads = 2048 / d; in brackets the speed over {LABELS[BASELINE]}. "
-        f"Geometric mean over all cells: {means}."
-    )
-    header = ["sequence length", *(f"{seqlen}" for seqlen in seqlens)]
-    return f"{note}\n\n{table(header, rows)}\n\n{caption(first)}"
+    note = f"TFLOP/s of {kernels_of(cells)}"
+    if BASELINE in against:
+        note += f"; in brackets the speed over {LABELS[BASELINE]}"
+    if means:
+        note += f". Geometric mean over all cells: {means}"
+    return f"{note}.\n\n{grid(texts)}\n\n{caption(cells[0][0])}"
 
 
 def forward(lines: list[dict]) -> str:
-    text = speed(lines, "fwd")
+    text = speed(training_cells(lines, "fwd"))
     picture = f"![Speed by sequence length]({PLOT.relative_to(REPOSITORY).as_posix()})"
     return f"{picture}\n\n{text}" if text else ""
 
 
+def forward_portable(lines: list[dict]) -> str:
+    """The portable family's forward, unless that is what the default plan's table shows."""
+    cells = training_cells(lines, "fwd", portable)
+    if cells and cells == training_cells(lines, "fwd"):
+        return f"The default plan's forward above ran the {PORTABLE} kernels: it is this table too."
+    return speed(cells)
+
+
+def forward_peers(lines: list[dict]) -> str:
+    """The default plan's forward over the fastest peer of each cell."""
+    cells = [(line, cell) for line, cell in training_cells(lines, "fwd") if ratios(line, cell)]
+    if not cells:
+        return ""
+    best = {key_of(line): best_peer(line, cell) for line, cell in cells}
+    peers = dict.fromkeys(LABELS[impl] for line, cell in cells for impl in ratios(line, cell))
+    means = mean_and_lowest([ratio for ratio, _ in best.values()])
+    note = (
+        f"Speed of {kernels_of(cells)}, over the fastest of these in each cell: "
+        f"{', '.join(peers)}. Geometric mean over all cells: {means}."
+    )
+    texts = {key: f"{ratio:.2f}× {name}" for key, (ratio, name) in best.items()}
+    return f"{note}\n\n{grid(texts)}\n\n{caption(cells[0][0])}"
+
+
+def best_peer(own: dict, cell: list[dict]) -> tuple[float, str]:
+    """Our speed over the fastest peer of the cell, and its name."""
+    relative = ratios(own, cell)
+    impl = min(relative, key=lambda name: relative[name])
+    return relative[impl], LABELS[impl].removeprefix("SDPA ")
+
+
+def forward_cases(lines: list[dict]) -> str:
+    """Beside the training shapes: each case over our own rate it is held against, and the peers."""
+    rows: list[list[str]] = []
+    captions: dict[str, str] = {}
+    forwards = [line for line in lines if line.get("op") in ("fwd", "varlen_fwd")]
+    for case, dtype in dict.fromkeys((line["case"], line["dtype"]) for line in forwards):
+        if (case, dtype) == ("dense", "bfloat16"):
+            continue
+        cells = widest_run(forwards, default_plan, case=case, dtype=dtype)
+        groups: dict[str, Cells] = {}
+        for line, cell in cells:
+            head_dim = "/".join(
+                str(d) for d in dict.fromkeys((line["head_dim"], line["head_dim_v"]))
+            )
+            groups.setdefault(mask_name(head_dim, line["causal"]), []).append((line, cell))
+        for name, group in groups.items():
+            rows.append([f"{case}, {dtype}, {name}", *case_figures(group, forwards)])
+        captions |= {line["run"]: caption(line) for line, _ in cells}
+    if not rows:
+        return ""
+    note = (
+        "TFLOP/s counted on visible work, over our own rate (dense bf16 at the length, or the "
+        "mean length; grouped heads over as many heads of keys) and over the fastest peer of the "
+        "run that takes the case; geometric means over lengths, the lowest in brackets."
+    )
+    header = ["case", "TFLOP/s", "over our own rate", "over the fastest peer"]
+    return "\n\n".join([note, table(header, rows), *captions.values()])
+
+
+def case_figures(group: Cells, lines: list[dict]) -> list[str]:
+    """Rate, ratio over our yardstick, ratio over the fastest peer, over the cells of a group."""
+
+    def summary(values: list[float], name: str = "") -> str:
+        lowest = f" ({min(values):.2f}×)" if len(values) > 1 else ""
+        return f"{geometric_mean(values):.2f}×{lowest}{name}" if values else ""
+
+    run = [line for line in lines if line["run"] == group[0][0]["run"]]
+    own = [over_yardstick(line, run) for line, _ in group]
+    best = [best_peer(line, cell) for line, cell in group if ratios(line, cell)]
+    names = ", ".join(dict.fromkeys(name for _, name in best))
+    return [
+        f"{geometric_mean([line['tflops'] for line, _ in group]):.0f}",
+        summary([ratio for ratio in own if ratio is not None]),
+        summary([ratio for ratio, _ in best], f" {names}"),
+    ]
+
+
 def backward(lines: list[dict]) -> str:
-    return speed(lines, "bwd")
+    return speed(training_cells(lines, "bwd"))
 
 
 def packed(lines: list[dict]) -> str:
     """One row per varlen problem and implementation."""
-    run = records.latest_run(lines, "bench", op="varlen_fwd")
-    cells = by_cell(line for line in run if line["op"].startswith("varlen"))
     rows = []
-    for cell in cells.values():
-        relative = ratios(cell)
+    cells = widest_run(lines, default_plan, op="varlen_fwd")
+    for own, cell in cells:
+        problem = f"{own['op'].removeprefix('varlen_')} {own['case'].removeprefix('varlen_')}"
+        mask = mask_name(own["head_dim"], own["causal"])
         for line in cell:
-            mask = "causal" if line["causal"] else "full"
-            problem = f"{line['op'].removeprefix('varlen_')} {line['case'].removeprefix('varlen_')}"
-            ratio = "" if line["impl"] == OURS else f"{relative.get(line['impl'], 0):.2f}×"
+            label = LABELS[line["impl"]]
+            if line["family"] and not default_plan(line):
+                label += f" ({line['family']})"
+            ratio = "" if line is own else f"{line['ms'] / own['ms']:.2f}×"
             rows.append(
                 [
-                    f"{problem}, d {line['head_dim']}, {mask}, {line['batch']} sequences",
-                    LABELS[line["impl"]],
+                    f"{problem}, {mask}, {line['batch']} sequences",
+                    label,
                     f"{line['tflops']:.0f}",
                     ratio,
                 ]
@@ -141,7 +234,7 @@ def packed(lines: list[dict]) -> str:
     if not rows:
         return ""
     header = ["16,384 packed tokens", "implementation", "TFLOP/s", "ours over it"]
-    return f"{table(header, rows)}\n\n{caption(run[0])}"
+    return f"{table(header, rows)}\n\n{caption(cells[0][0])}"
 
 
 def overhead(lines: list[dict]) -> str:
@@ -193,6 +286,9 @@ def memory(lines: list[dict]) -> str:
 SECTIONS: dict[str, Callable[[list[dict]], str]] = {
     "verified": verified,
     "fwd": forward,
+    "fwd_portable": forward_portable,
+    "fwd_peers": forward_peers,
+    "fwd_cases": forward_cases,
     "bwd": backward,
     "varlen": packed,
     "overhead": overhead,
@@ -211,58 +307,6 @@ def fill(text: str, lines: list[dict]) -> str:
         return f"{match[1]}{body}\n{match[4]}"
 
     return SECTION.sub(section, text)
-
-
-def draw(lines: list[dict], path: Path) -> bool:
-    """The plot: TFLOP/s by sequence length, one panel per op and head dim; False without data."""
-    run = records.latest_run(lines, "bench", op="fwd", case="dense")
-    run = [line for line in run if line["case"] == "dense"]
-    if not run:
-        return False
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "flashattn_ext"  # the same records, the same file
-    from matplotlib import pyplot
-
-    head_dims = sorted({line["head_dim"] for line in run})
-    ops = [op for op in ("fwd", "bwd") if any(line["op"] == op for line in run)]
-    size = (3.6 * len(head_dims), 2.8 * len(ops))
-    figure, axes = pyplot.subplots(len(ops), len(head_dims), figsize=size, squeeze=False)
-    impls = list(dict.fromkeys(line["impl"] for line in run))
-    for row, op in enumerate(ops):
-        for column, head_dim in enumerate(head_dims):
-            panel = axes[row][column]
-            for index, impl in enumerate(impls):
-                for causal in (False, True):
-                    points = sorted(
-                        (line["seqlen_q"], line["tflops"])
-                        for line in run
-                        if (line["op"], line["head_dim"], line["impl"], line["causal"])
-                        == (op, head_dim, impl, causal)
-                    )
-                    panel.plot(
-                        [x for x, _ in points],
-                        [y for _, y in points],
-                        color=f"C{index}",
-                        linestyle="--" if causal else "-",
-                        marker=".",
-                        label=f"{LABELS[impl]}{', causal' if causal else ''}",
-                    )
-            panel.set_xscale("log", base=2)
-            panel.set_ylim(bottom=0)
-            panel.set_title(f"{'forward' if op == 'fwd' else 'backward'}, d {head_dim}")
-            panel.grid(alpha=0.3)
-        axes[row][0].set_ylabel("TFLOP/s")
-    for panel in axes[-1]:
-        panel.set_xlabel("sequence length")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"{run[0]['gpu']}, {run[0]['dtype']}, 16,384 tokens", fontsize=9)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return True
 
 
 def not_verified(lines: Iterable[dict], csrc_sha256: str) -> list[str]:

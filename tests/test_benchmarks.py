@@ -15,6 +15,7 @@ from benchmarks import (
     bench_attention,
     bench_memory,
     bench_overhead,
+    comparison,
     flops,
     problems,
     record,
@@ -64,15 +65,51 @@ def test_flops_formula():
 
 
 def test_training_shapes():
-    cells = bench_attention.suite(varlen=False)
+    cells = bench_attention.suite(["dense"])
     assert len(cells) == 3 * 6 * 2
     for problem in cells:
         assert problem.batch * problem.seqlen_q == 16384
         assert problem.heads_q * problem.head_dim == 2048
-    assert {problem.case for problem in bench_attention.suite(quick=True)} == {
-        "dense",
-        "varlen_mixed",
-    }
+    quick = bench_attention.suite(quick=True)
+    assert {problem.seqlen_q for problem in quick if problem.case == "dense"} == {1024, 4096}
+    assert {problem.case for problem in quick} == set(bench_attention.DEFAULT_CASES)
+    fp16 = bench_attention.suite(["fp16"], head_dims=(64,), seqlens=(2048,))
+    assert [(p.case, p.dtype, p.causal) for p in fp16] == [
+        ("dense", torch.float16, False),
+        ("dense", torch.float16, True),
+    ]
+
+
+def test_case_names_are_the_records():
+    for name, make in problems.CASES.items():
+        twins = {"mha_32_32"} if name == "gqa_32_8" else set()
+        assert {problem.case for problem in make()} == {name} | twins
+
+
+def test_windows_are_counted_on_visible_work():
+    (problem,) = problems.CASES["window_1024"]()
+    pairs = 1024 * 1025 / 2 + (16384 - 1024) * 1024
+    assert problem.forward_flops == 4 * 16 * pairs * 128
+
+
+def test_shapes_of_the_other_cases():
+    grouped = problems.CASES["gqa_32_8"]()
+    for gqa, mha in zip(grouped[::2], grouped[1::2], strict=True):
+        assert dataclasses.replace(gqa, case="mha_32_32", heads_k=32) == mha
+        assert (gqa.heads_q, gqa.heads_k) == (32, 8)
+    for mla in problems.CASES["mla_192_128"]():
+        assert (mla.head_dim, mla.head_dim_v, mla.causal) == (192, 128, True)
+    (long,) = problems.CASES["tokens_18000"]()
+    assert (long.batch, long.seqlen_q, long.heads_q, long.head_dim) == (1, 18000, 8, 128)
+    for problem in problems.CASES["varlen_8x2k"]():
+        assert problem.lengths == (2048,) * 8
+        assert problem.forward_flops == problems.dense(problem.head_dim, 2048, True).forward_flops
+
+
+def test_the_long_tail_is_the_same_draw_everywhere():
+    lengths = problems.VARLEN_LENGTHS["longtail"]
+    assert lengths == problems.long_tailed_lengths()
+    assert (len(lengths), sum(lengths), min(lengths), max(lengths)) == (16, 16384, 83, 3675)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (30, 4)])
@@ -87,6 +124,121 @@ def test_slice_reference_is_the_dense_reference(causal, window):
     part = problems.reference_slice(problem, inputs)
     for name, value in zip(("out", "dq", "dk", "dv"), part):
         torch.testing.assert_close(value, truth[name][0, :, 2], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("changes", [{"heads_k": 2, "head_dim_v": 24}, {"window": (13, 0)}])
+def test_slice_reference_with_grouped_heads_and_causal_windows(changes):
+    problem = problems.dense(32, 70, True, **{"batch": 1, "heads_q": 6, "heads_k": 6, **changes})
+    inputs = problems.make_inputs(problem, "cpu")
+    x = inputs.detached()
+    truth = reference.run(x.q, x.k, x.v, x.dout, causal=True, window_size=problem.window)
+    part = problems.reference_slice(problem, inputs)
+    for name, value in zip(("out", "dq", "dk", "dv"), part):
+        torch.testing.assert_close(value, truth[name][0, :, -1], rtol=1e-9, atol=1e-11)
+
+
+def test_slice_reference_is_of_the_longest_sequence():
+    problem = problems.dense(32, 50, True, lengths=(7, 50, 13), batch=3, heads_q=2, heads_k=2)
+    inputs = problems.make_inputs(problem, "cpu")
+    q, k, v, dout = (t[None, 7:57] for t in (*inputs.detached().leaves, inputs.dout))
+    truth = reference.run(q, k, v, dout, causal=True)
+    part = problems.reference_slice(problem, inputs)
+    for name, value in zip(("out", "dq", "dk", "dv"), part):
+        torch.testing.assert_close(value, truth[name][0, :, -1], rtol=1e-9, atol=1e-11)
+    assert problems.relative_error(problem, inputs.q, inputs.q[7:57, -1].double()) == 0
+
+
+def shrunk(problem):
+    """The same kind of problem, small enough for a CPU."""
+    lengths = tuple(1 + n // 64 for n in problem.lengths)
+    seqlen = max(lengths) if lengths else 70
+    return dataclasses.replace(
+        problem,
+        batch=len(lengths) or 1,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        heads_q=problem.heads_q // 8,
+        heads_k=problem.heads_k // 8,
+        lengths=lengths,
+        window=(13, 0) if problem.window != (-1, -1) else problem.window,
+    )
+
+
+SMALL_CASES = [shrunk(make()[-1]) for make in problems.CASES.values()]
+SMALL_CASES += [shrunk(problems.CASES["gqa_32_8"]()[0])]
+SMALL_CASES += [shrunk(bench_attention.suite(["fp16"], head_dims=(64,))[-1])]
+
+
+@pytest.mark.parametrize("ops", [("fwd",), ("fwd", "bwd")], ids="-".join)
+@pytest.mark.parametrize("problem", SMALL_CASES, ids=lambda p: f"{p.case}-{p.dtype}")
+def test_every_case_is_checked_and_runs(problem, ops):
+    inputs = problems.make_inputs(problem, "cpu")
+    # What SDPA FLASH does not take: packed sequences, windows, a narrower V.
+    refuses = problem.lengths or problem.window != (-1, -1) or problem.case == "mla_192_128"
+    impls = ("flashattn_ext", "sdpa_flash")
+    candidates = list(bench_attention.candidates_for(problem, inputs, impls, ops=ops))
+    assert [candidate.name for candidate in candidates] == list(impls[: 1 if refuses else 2])
+    for candidate in candidates:
+        assert candidate.errors.keys() == set(ops)
+        assert 0 < max(candidate.errors.values()) < problems.BASELINE_ERROR_LIMIT
+        for op in ops:
+            candidate.call(op)()
+
+
+@pytest.fixture
+def call_once(monkeypatch):
+    """Calls each candidate once in the place of timing it; there is no GPU whose time to take."""
+
+    def time_alternating(candidates, **_):
+        for call in candidates.values():
+            call()
+        return {name: timing.Timing.of([1.0]) for name in candidates}
+
+    monkeypatch.setattr(timing, "time_alternating", time_alternating)
+
+
+SMALL = problems.dense(32, 70, True, batch=1, heads_q=2, heads_k=2)
+
+
+def test_a_plan_that_launches_the_same_is_not_timed_twice(call_once):
+    lines = bench_attention.measure(
+        SMALL, ("flashattn_ext", "sdpa_flash"), plans=("default", "spec"), device="cpu"
+    )
+    assert [(line["op"], line["impl"], line["asked_plan"]) for line in lines] == [
+        ("fwd", "flashattn_ext", "default"),
+        ("fwd", "sdpa_flash", ""),
+        ("bwd", "flashattn_ext", "default"),
+        ("bwd", "sdpa_flash", ""),
+    ]
+
+
+def test_two_families_in_one_run(call_once, monkeypatch, capsys):
+    families = {(None, "fwd"): "sm90", ("spec", "fwd"): "sm80"}  # "spec" stands for a forced family
+
+    def plan_of(problem, inputs, op, forced):
+        family = families.get((forced, op), "sm80")
+        return family, f"{family} {op}"
+
+    monkeypatch.setattr(bench_attention, "_plan_of", plan_of)
+    lines = bench_attention.run(
+        [SMALL], ("flashattn_ext", "sdpa_flash"), plans=("default", "spec"), device="cpu"
+    )
+    ours = [line for line in lines if line["impl"] == "flashattn_ext"]
+    assert [(line["op"], line["family"], line["asked_plan"]) for line in ours] == [
+        ("fwd", "sm90", "default"),
+        ("fwd", "sm80", "spec"),
+        ("bwd", "sm80", "default"),
+    ]
+    for line in lines:
+        records.complete(ENVIRONMENT, line)
+    printed = capsys.readouterr().out
+    assert "flashattn_ext:spec" in printed
+    assert "best baseline" in printed
+
+
+def test_a_spent_budget_leaves_cells_out(capsys):
+    assert bench_attention.run([SMALL, SMALL], ("flashattn_ext",), budget_s=-1) == []
+    assert "2 cells left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["flashattn_ext", "sdpa_flash"])
@@ -109,7 +261,7 @@ def test_a_wrong_candidate_is_not_timed(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa_flash", wrong)
     assert not list(bench_attention.candidates_for(problem, inputs, ("sdpa_flash",)))
     right = IMPLEMENTATIONS["flashattn_ext"]
-    ours = dataclasses.replace(right, make=lambda _, plan=None: right.make(full))
+    ours = dataclasses.replace(right, make=lambda _: right.make(full))
     monkeypatch.setitem(IMPLEMENTATIONS, "flashattn_ext", ours)
     with pytest.raises(AssertionError, match="relative errors"):
         list(bench_attention.candidates_for(problem, inputs, ("flashattn_ext",)))
@@ -296,6 +448,102 @@ def test_tables_from_records(tmp_path):
     assert run_tables(tmp_path, "--check") == 1
 
 
+def training_lines(families=("sm80",), seqlens=(1024, 2048), **peers):
+    """A run's forward cells: ours per family, the first by default and the others forced."""
+    impls = {family: ("flashattn_ext", 1.0 + index) for index, family in enumerate(families)}
+    impls |= {"": ("sdpa_flash", 1.25)}
+    impls |= {impl: (impl, ms) for impl, ms in peers.items()}
+    return [
+        bench_line(
+            impl,
+            ms,
+            seqlen_q=seqlen,
+            family=key if impl == "flashattn_ext" else "",
+            asked_plan=("default" if key == families[0] else key)
+            if impl == "flashattn_ext"
+            else "",
+        )
+        for seqlen in seqlens
+        for key, (impl, ms) in impls.items()
+    ]
+
+
+def runs(*parts):
+    """Records of several runs, oldest first."""
+    return [
+        records.complete(dataclasses.replace(ENVIRONMENT, run=f"2026010{index}T000000"), line)
+        for index, part in enumerate(parts)
+        for line in part
+    ]
+
+
+def test_each_family_has_its_own_newest_run():
+    old = training_lines(("sm80",))
+    both = training_lines(("sm90", "sm80"), sdpa_cudnn=1.1)
+    forced = [{**line, "asked_plan": "sm80"} for line in old if line["impl"] == "flashattn_ext"]
+
+    lines = runs(old)
+    assert "(sm80 kernels)" in tables.forward(lines)
+    assert "ran the sm80 kernels" in tables.forward_portable(lines)
+    lines = runs(old, both)
+    assert "(sm90 kernels)" in tables.forward(lines)
+    assert "(sm80 kernels)" in tables.forward_portable(lines)
+    assert "run `20260101T000000`" in tables.forward_portable(lines)
+    assert "0.62× SDPA FLASH" in tables.forward_portable(lines)  # 1.25 over the forced plan's 2.0
+    lines = runs(old, both, forced)
+    assert "run `20260101T000000`" in tables.forward(lines)
+    assert "run `20260102T000000`" in tables.forward_portable(lines)
+    assert "over SDPA FLASH" not in tables.forward_portable(lines)  # no peer in that run
+    lines = runs(forced)
+    assert tables.forward(lines) == ""
+    assert tables.forward_portable(lines)
+
+
+def test_a_look_at_a_few_shapes_replaces_no_table():
+    lines = runs(training_lines(), training_lines(("sm90",), seqlens=(2048,)))
+    assert "run `20260100T000000`" in tables.forward(lines)
+    other_dtype = [{**line, "dtype": "float16"} for line in training_lines(("sm90",))]
+    assert tables.forward(runs(training_lines(), other_dtype)) == tables.forward(
+        runs(training_lines())
+    )
+
+
+def test_the_fastest_peer_of_each_cell():
+    lines = training_lines(("sm90", "sm80"), sdpa_cudnn=1.1, fa4=1.5)
+    for line in lines:
+        if line["impl"] == "fa4" and line["seqlen_q"] == 2048:
+            line["ms"] = 0.9
+    text = tables.forward_peers(runs(lines))
+    assert "| d 64, causal | 1.10× cuDNN | 0.90× flash-attn 4 |" in text
+    assert "over all cells: 0.99× (lowest cell 0.90×)" in text
+    assert tables.forward_peers(runs(training_lines()[::2])) == ""  # no peer, no table
+
+
+def test_cases_over_our_own_rate():
+    lines = [
+        bench_line("flashattn_ext", 1.0, seqlen_q=16384, tflops=600.0),
+        bench_line("flashattn_ext", 1.0, case="window_1024", seqlen_q=16384, tflops=480.0),
+        bench_line("flex", 1.2, case="window_1024", seqlen_q=16384, tflops=400.0),
+        bench_line("flashattn_ext", 1.0, seqlen_q=1024, tflops=500.0),
+        bench_line("flashattn_ext", 1.0, dtype="float16", seqlen_q=1024, tflops=450.0),
+        bench_line("flashattn_ext", 1.0, op="varlen_fwd", case="varlen_longtail", tflops=475.0),
+        bench_line("flashattn_ext", 1.0, case="gqa_32_8", heads_k=8, tflops=300.0),
+        bench_line("flashattn_ext", 1.0, case="mha_32_32", tflops=310.0),
+        bench_line("flashattn_ext", 1.0, case="mla_192_128", head_dim_v=32, tflops=310.0),
+    ]
+    assert comparison.over_yardstick(lines[0], lines) is None  # not over itself
+    text = tables.forward_cases(runs(lines))
+    assert "| window_1024, bfloat16, d 64, causal | 480 | 0.80× | 1.20× FlexAttention |" in text
+    assert "| dense, float16, d 64, causal | 450 | 0.90× |  |" in text
+    assert "| varlen_longtail, bfloat16, d 64, causal | 475 | 0.95× |  |" in text
+    assert "| gqa_32_8, bfloat16, d 64, causal | 300 | 0.97× |  |" in text
+    assert "| mla_192_128, bfloat16, d 64/32, causal | 310 |  |  |" in text
+    assert text.count("run `") == 1
+    assert "| window_1024, bfloat16, d 64, causal | 480 |  |" in tables.forward_cases(
+        runs(lines[1:2], lines[:1])  # the yardstick is another run's
+    )
+
+
 def test_tables_name_an_unknown_section(tmp_path):
     (tmp_path / "README.md").write_text("<!-- bench:gone -->\n<!-- /bench:gone -->\n")
     with pytest.raises(ValueError, match="unknown table bench:gone"):
@@ -357,8 +605,24 @@ def test_record_needs_something_to_do(capsys):
     chosen = record.parse(["--bench", "--quick", "--plan", "sm80", "--impls", "flashattn_ext"])
     assert chosen.quick
     assert chosen.impls == ("flashattn_ext",)
+    assert chosen.plan == ("sm80",)
+    chosen = record.parse(["--bench", "--plan", "sm80,default", "--ops", "fwd", "--cases", "all"])
+    assert chosen.plan == ("default", "sm80")
+    assert chosen.ops == ("fwd",)
+    assert chosen.cases == bench_attention.CASES
+    with pytest.raises(SystemExit):
+        record.parse(["--bench", "--cases", "dense,window_7"])
+    assert "unknown ['window_7']" in capsys.readouterr().err
+
+
+def test_the_documented_commands_are_accepted():
+    joined = record.__doc__.replace("\\\n", " ")
+    commands = [line for line in joined.splitlines() if "-m benchmarks.record" in line]
+    assert len(commands) == 4
+    for command in commands:
+        record.parse(command.split("benchmarks.record")[1].split())
 
 
 def test_geometric_mean():
-    assert math.isclose(bench_attention.geometric_mean([0.5, 2.0, 8.0]), 2.0)
-    assert math.isnan(bench_attention.geometric_mean([]))
+    assert math.isclose(comparison.geometric_mean([0.5, 2.0, 8.0]), 2.0)
+    assert math.isnan(comparison.geometric_mean([]))
