@@ -80,8 +80,8 @@ format: dev  ## let the formatters change the files
 	@$(CLANG_FORMAT) -i $(CXX_FILES)
 
 check-sass: build dev  ## what the compiler made of the kernels
-	$(PY) -m tools.check_sass $$($(PY) -c "from flashattn_ext import _loader; \
-	print(_loader.find_native())")
+	@module=$$($(PY) -c "from flashattn_ext import _loader; print(_loader.find_native())") && \
+	$(PY) -m tools.check_sass $$module && $(PY) -m tools.check_wgmma $$module
 
 # ---- On a GPU ----
 

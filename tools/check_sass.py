@@ -4,72 +4,21 @@
 
 A kernel named in `tools/sass_expectation.txt` holds at least the stated numbers of instructions.
 Local loads and stores (LDL, STL: spills, or an array that did not stay in registers) stay within
-`tools/ptxas_allowance.txt`. cuobjdump and nvdisasm come from PyPI (the dev extra).
+`tools/ptxas_allowance.txt`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import re
-import subprocess
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import check_ptxas
+from tools.sass import Kernel, disassemble, parse
 
 EXPECTATION = Path(__file__).with_name("sass_expectation.txt")
-ARCH = re.compile(r"^\s*arch = (sm_\w+)")
-FUNCTION = re.compile(r"^\s*Function : (\S+)\s*$")
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 LOCAL_BYTES = 4  # the least that one LDL or STL moves
-
-
-@dataclass
-class Code:
-    """One kernel's machine code for one arch."""
-
-    name: str
-    arch: str
-    counts: Counter[str] = field(default_factory=Counter)
-
-
-def cuda_tool(name: str) -> str:
-    """Path of cuobjdump or nvdisasm, in the nvidia packages of this environment."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        for path in sorted(Path(folder).glob(f"*/bin/{name}")):
-            return str(path)
-    sys.exit(f"no {name} in this environment: pip install nvidia-cuda-{name}, or run `make dev`")
-
-
-def disassemble(module: Path) -> str:
-    """cuobjdump's text of every kernel in the module (it finds nvdisasm on PATH)."""
-    path = f"{Path(cuda_tool('nvdisasm')).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    command = [cuda_tool("cuobjdump"), "--dump-sass", str(module)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PATH": path}
-    )
-    if result.returncode:
-        sys.exit(f"cuobjdump could not read {module}: {result.stderr.strip()}")
-    return result.stdout
-
-
-def parse(text: str) -> list[Code]:
-    """Instruction counts by opcode (LDSM of `LDSM.16.M88.4`) of every kernel."""
-    codes: list[Code] = []
-    arch = ""
-    for line in text.splitlines():
-        if match := ARCH.match(line):
-            arch = match[1]
-        elif match := FUNCTION.match(line):
-            codes.append(Code(match[1], arch))
-        elif codes and (match := INSTRUCTION.match(line)):
-            codes[-1].counts[match[1]] += 1
-    return codes
 
 
 def read_expectation(text: str) -> list[tuple[re.Pattern[str], dict[str, int]]]:
@@ -84,7 +33,7 @@ def read_expectation(text: str) -> list[tuple[re.Pattern[str], dict[str, int]]]:
 
 
 def findings(
-    codes: list[Code],
+    codes: list[Kernel],
     expectation: list[tuple[re.Pattern[str], dict[str, int]]],
     allowance: list[tuple[re.Pattern[str], str, int]],
 ) -> list[str]:
