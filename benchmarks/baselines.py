@@ -59,8 +59,8 @@ def _package_version(package: str) -> Callable[[], str]:
     return version
 
 
-def _refuse(problem: Problem, name: str, *, varlen: bool = False, window: bool = False) -> None:
-    if problem.lengths and not varlen:
+def _refuse(problem: Problem, name: str, *, window: bool = False) -> None:
+    if problem.lengths:
         raise Unavailable(f"{name} has no varlen form here")
     if problem.window != (-1, -1) and not window:
         raise Unavailable(f"{name} takes no window")
@@ -118,13 +118,12 @@ def make_torch_varlen(problem: Problem) -> Attend:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise Unavailable(f"torch {torch.__version__} has no varlen_attn") from error
-    longest = max(problem.lengths)
-    window = (problem.window[0], 0) if problem.causal else problem.window
+    longest, band = max(problem.lengths), problem.band
 
     def attend(x: Inputs) -> torch.Tensor:
         cu_seqlens = x.cu_seqlens
         return _first(
-            varlen_attn(x.q, x.k, x.v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+            varlen_attn(x.q, x.k, x.v, cu_seqlens, cu_seqlens, longest, longest, window_size=band)
         )
 
     return attend
@@ -154,7 +153,7 @@ def make_flex(problem: Problem) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask
 
     _refuse(problem, "this FlexAttention baseline", window=True)
-    left, right = problem.window[0], 0 if problem.causal else problem.window[1]
+    left, right = problem.band
     offset = problem.seqlen_k - problem.seqlen_q
 
     def visible(_b, _h, i, j):

@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        return f"{self.name}:{self.forced}" if self.forced else self.name
+        return label_of({"impl": self.name, "asked_plan": self.asked_plan})
 
     def call(self, op: str) -> Callable[[], object]:
         """One forward without a graph, or one backward through a graph that is kept."""

@@ -43,7 +43,7 @@ def peak_extra_bytes(problem: Problem, impl: str = "flashattn_ext") -> int:
         out = attend(inputs)
         gradients = torch.autograd.grad(out, inputs.leaves, inputs.dout)
     torch.cuda.synchronize()
-    results = sum(t.numel() * t.element_size() for t in (out, *gradients))
+    results = sum(t.nbytes for t in (out, *gradients))
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - results
 
 

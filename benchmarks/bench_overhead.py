@@ -49,12 +49,12 @@ def measure(
         for mode in MODES:
             candidates = {}
             for name in impls:
+                implementation = IMPLEMENTATIONS[name]
                 try:
-                    attend = IMPLEMENTATIONS[name].make(problem)
+                    attend = implementation.make(problem)
                 except Unavailable as reason:
                     print(f"{name}: left out, {reason}")
                     continue
-                implementation = IMPLEMENTATIONS[name]
                 call = _call(mode, attend, implementation.arrange(inputs))
                 candidates[name] = timing.HostCall(call, implementation.pinned)
             with torch.set_grad_enabled(mode != "no_grad"):

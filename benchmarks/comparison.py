@@ -52,8 +52,12 @@ def asked_plan(line: dict) -> str:
     return line.get("asked_plan", DEFAULT_PLAN)
 
 
+def default_plan(line: dict) -> bool:
+    return asked_plan(line) == DEFAULT_PLAN
+
+
 def label_of(line: dict) -> str:
-    forced = line["impl"] == OURS and asked_plan(line) != DEFAULT_PLAN
+    forced = line["impl"] == OURS and not default_plan(line)
     return f"{line['impl']}:{asked_plan(line)}" if forced else line["impl"]
 
 
@@ -76,10 +80,6 @@ def over_yardstick(own: dict, run: Iterable[dict]) -> float | None:
         ):
             return own["tflops"] / line["tflops"]
     return None
-
-
-def default_plan(line: dict) -> bool:
-    return asked_plan(line) == DEFAULT_PLAN
 
 
 def portable(line: dict) -> bool:

@@ -42,6 +42,11 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
 
     @property
+    def band(self) -> tuple[int, int]:
+        """(left, right) with causality in it: the window, its right end 0 when causal."""
+        return self.window[0], 0 if self.causal else self.window[1]
+
+    @property
     def forward_flops(self) -> float:
         shapes = [(n, n) for n in self.lengths] or [(self.seqlen_q, self.seqlen_k)] * self.batch
         pairs = sum(flops.visible_pairs(sq, sk, self.causal, self.window) for sq, sk in shapes)
@@ -231,7 +236,7 @@ def _reference_head(
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     cols = torch.arange(k.shape[0], device=k.device)
     offset = k.shape[0] - q.shape[0]
-    left, right = p.window[0], 0 if p.causal else p.window[1]
+    left, right = p.band
     for start in range(0, q.shape[0], 2048):
         rows = slice(start, start + 2048)
         relative = cols - (torch.arange(q.shape[0], device=q.device)[rows, None] + offset)

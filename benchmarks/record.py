@@ -35,10 +35,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_attention, records
+from benchmarks import bench_attention, bench_memory, bench_overhead, records
 from benchmarks.records import REPOSITORY, Environment
 
-SANITIZER_TOOLS = ("memcheck", "racecheck")
 # Only the library's kernels are instrumented: torch's own would cost minutes and prove nothing.
 SANITIZER_OPTIONS = (
     "--target-processes",
@@ -46,13 +45,13 @@ SANITIZER_OPTIONS = (
     "--kernel-regex",
     "kns=flashattn_ext",
     "--error-exitcode",
+    "86",
 )
-SANITIZER_FAILED = 86
 
 
 def junit_counts(path: Path) -> dict[str, float]:
     """passed, failed (errors included), skipped and seconds of one pytest run."""
-    totals = {"passed": 0.0, "failed": 0.0, "skipped": 0.0, "seconds": 0.0}
+    totals: dict[str, float] = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
     for suite in ElementTree.parse(path).getroot().iter("testsuite"):
         tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
         failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
@@ -60,7 +59,7 @@ def junit_counts(path: Path) -> dict[str, float]:
         totals["failed"] += failed
         totals["skipped"] += skipped
         totals["seconds"] += float(suite.get("time", 0))
-    return {key: value if key == "seconds" else int(value) for key, value in totals.items()}
+    return totals
 
 
 def sanitizer_errors(tool: str, output: str) -> int:
@@ -74,8 +73,8 @@ def sanitizer_errors(tool: str, output: str) -> int:
 
 def _pytest(
     selection: Sequence[str], prefix: Sequence[str] = (), environment: dict[str, str] | None = None
-) -> tuple[dict[str, float], str, int]:
-    """Counts, output and exit status of `pytest selection`, its output shown as it comes."""
+) -> tuple[dict[str, float], str]:
+    """Counts and output of `pytest selection`, its output shown as it comes."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [*prefix, sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
@@ -95,12 +94,12 @@ def _pytest(
         status = process.wait()
         if not report.is_file():
             raise RuntimeError(f"pytest wrote no report (exit status {status}): {lines[-5:]}")
-        return junit_counts(report), "".join(lines), status
+        return junit_counts(report), "".join(lines)
 
 
 def record_tests(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Every GPU test, in one run of pytest."""
-    counts, _, _ = _pytest(["-m", "gpu", "tests", *extra])
+    counts, _ = _pytest(["-m", "gpu", "tests", *extra])
     return [{"kind": "tests", "selection": "gpu", **counts}]
 
 
@@ -112,12 +111,12 @@ def record_sanitizer(extra: Sequence[str] = ()) -> list[dict[str, Any]]:
             "compute-sanitizer is not on PATH; it comes with the CUDA toolkit (/usr/local/cuda/bin)"
         )
     lines: list[dict[str, Any]] = []
-    for tool in SANITIZER_TOOLS:
-        prefix = [program, "--tool", tool, *SANITIZER_OPTIONS, str(SANITIZER_FAILED)]
+    for tool in records.SANITIZER_TOOLS:
+        prefix = [program, "--tool", tool, *SANITIZER_OPTIONS]
         # Every tensor its own allocation, so that a step past its end is seen.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         selection = ["-m", "gpu", "tests/test_sanitize.py", *extra]
-        counts, output, _ = _pytest(selection, prefix, environment)
+        counts, output = _pytest(selection, prefix, environment)
         errors = sanitizer_errors(tool, output) + int(counts["failed"])
         lines.append(
             {"kind": "sanitizer", "tool": tool, "cases": counts["passed"], "errors": errors}
@@ -171,8 +170,6 @@ def main() -> int:
     chosen = parse()
     environment = Environment.of_this_run(chosen.commit)
     check_binary(environment)
-    from benchmarks import bench_memory, bench_overhead
-
     extra = chosen.pytest_args.split()
     parts: list[tuple[bool, Callable[[], list[dict[str, Any]]]]] = [
         (chosen.tests, lambda: record_tests(extra)),

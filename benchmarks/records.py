@@ -17,6 +17,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
+SANITIZER_TOOLS = ("memcheck", "racecheck")  # what a tree must pass under
 
 # What each kind of line holds beside the environment's fields.
 REQUIRED_FIELDS = {

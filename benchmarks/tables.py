@@ -258,11 +258,7 @@ def overhead(lines: list[dict]) -> str:
 
 
 def memory(lines: list[dict]) -> str:
-    run = [
-        line
-        for line in records.latest_run(lines, "claim", source="benchmarks/bench_memory.py")
-        if line["source"] == "benchmarks/bench_memory.py"
-    ]
+    run = records.latest_run(lines, "claim", source="benchmarks/bench_memory.py")
     if not run:
         return ""
     rows = [
@@ -317,7 +313,7 @@ def not_verified(lines: Iterable[dict], csrc_sha256: str) -> list[str]:
         line["kind"] == "tests" and line["passed"] and not line["failed"] for line in of_this
     ):
         missing.append("no run of the GPU tests without a failure")
-    for tool in ("memcheck", "racecheck"):
+    for tool in records.SANITIZER_TOOLS:
         if not any(
             line["kind"] == "sanitizer" and line["tool"] == tool and not line["errors"]
             for line in of_this

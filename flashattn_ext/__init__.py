@@ -19,8 +19,8 @@ load_native()  # defines torch.ops.flashattn_ext
 from . import _no_cuda, spec_ops  # noqa: E402
 
 spec_ops.register()  # the CPU kernels
-if build_info()["no_cuda_reason"]:
-    _no_cuda.register(build_info()["no_cuda_reason"])
+if _reason := build_info()["no_cuda_reason"]:
+    _no_cuda.register(_reason)
 
 from .config import show_config  # noqa: E402
 from .dropout import dropout_mask  # noqa: E402

@@ -72,6 +72,7 @@ import torch
 from torch import Tensor
 
 from .spec_scores import (
+    GRAD_OPTIONS,
     NO_OPTIONS,
     Options,
     Scores,
@@ -205,7 +206,7 @@ def attention_backward(
     """Gradients of attention_forward, given what it took and returned.
 
     dlse:   gradient of LSE, or None.
-    wanted: which of "bias", "alibi_slopes", "rel_bias", "sink" get a gradient too.
+    wanted: which of GRAD_OPTIONS get a gradient too.
     """
     scores = Scores(q, k, options, [name for name in wanted if name != "sink"])
     Br, Bc = block_sizes(scores, block_q, block_k)
@@ -254,9 +255,7 @@ def attention_backward(
         P = P if correction is None else P / correction
         grads["sink"] = -(P * delta).sum(dim=(0, 2, 3))
     rounded = {name: grad.to(getattr(options, name).dtype) for name, grad in grads.items()}
-    return Gradients(
-        dq, dk, dv, *(rounded.get(name) for name in ("bias", "alibi_slopes", "rel_bias", "sink"))
-    )
+    return Gradients(dq, dk, dv, *(rounded.get(name) for name in GRAD_OPTIONS))
 
 
 def row_terms(

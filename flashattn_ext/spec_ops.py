@@ -14,11 +14,9 @@ from torch import Tensor
 
 from . import spec, spec_varlen
 from .dropout import draw_rng_state
-from .spec_scores import Options
+from .spec_scores import GRAD_OPTIONS, Options
 
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-# The order of `wanted` and of the last four outputs of the backward ops.
-GRAD_OPTIONS = ("bias", "alibi_slopes", "rel_bias", "sink")
 OPTION_NAMES = {field.name for field in fields(Options)}
 
 

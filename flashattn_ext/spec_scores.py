@@ -60,6 +60,8 @@ class Options:
 
 
 NO_OPTIONS = Options()
+# The options that can get a gradient, in the order of the backward ops' `wanted` and outputs.
+GRAD_OPTIONS = ("bias", "alibi_slopes", "rel_bias", "sink")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .spec import Gradients, attention_backward, attention_forward
-from .spec_scores import NO_OPTIONS, Options, accumulation_dtype, as_4d, tile_of
+from .spec_scores import GRAD_OPTIONS, NO_OPTIONS, Options, accumulation_dtype, as_4d, tile_of
 
 
 class Packing(NamedTuple):
@@ -131,6 +131,4 @@ def varlen_backward(
                 total += part
             else:  # alibi_slopes (B, Hq): every sequence has its own
                 total[b : b + 1] += part
-    return Gradients(
-        dq, dk, dv, *(shared.get(name) for name in ("bias", "alibi_slopes", "rel_bias", "sink"))
-    )
+    return Gradients(dq, dk, dv, *(shared.get(name) for name in GRAD_OPTIONS))

@@ -7,6 +7,7 @@ problem at a size the CPU path runs in milliseconds; a test body is the same on 
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -228,11 +229,16 @@ def make_tensors(case: Case, device: str) -> Tensors:
     )
 
 
+def heads_first(t: torch.Tensor) -> torch.Tensor:
+    """The same values held as (B, H, S, D) in memory."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def lse_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def cumulative(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+def cumulative(lengths: Iterable[int], device: str = "cpu") -> torch.Tensor:
     """cu_seqlens (B + 1) int32."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 

@@ -1,7 +1,8 @@
 """Shared test set-up: GPU markers, devices, seeds, poisoned allocations, the hypothesis profile.
 
-Helpers that tests import by name live beside this file: `reference` (the unfused computation) and
-`compare` (the accuracy rule).
+Helpers that tests import by name live beside this file: `cases` (the problems and their inputs),
+`reference` (the unfused computation), `compare` (the accuracy rule), `harness` (a case through the
+public functions) and `spec_runner` (the specification).
 """
 
 import os
@@ -22,13 +23,7 @@ except ImportError:  # the property tests skip themselves, everything else still
 
 if hypothesis is not None:
     # "repo" tries the same examples every time; "search" looks for new ones.
-    hypothesis.settings.register_profile(
-        "repo",
-        deadline=None,
-        derandomize=True,
-        max_examples=30,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
+    hypothesis.settings.register_profile("repo", deadline=None, derandomize=True, max_examples=30)
     hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repo"))
 

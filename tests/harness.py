@@ -15,6 +15,12 @@ def portable(device: str) -> str:
     return "sm80" if device == "cuda" else "spec"
 
 
+def inputs_of(case: Case | VarlenCase, device: str) -> Tensors:
+    """Random inputs of a dense or packed case."""
+    make = make_tensors if isinstance(case, Case) else make_varlen_tensors
+    return make(case, device)
+
+
 def attend(x: Tensors, options: dict, plan: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the public function that fits `x`."""
     call = flashattn_ext.flash_attn_varlen_func if x.lengths else flashattn_ext.flash_attn_func
@@ -87,9 +93,8 @@ def check(
 ) -> dict[str, torch.Tensor]:
     """`check_tensors` of a case at the size that `device` runs."""
     case = case.on(device)
-    make = make_tensors if isinstance(case, Case) else make_varlen_tensors
     return check_tensors(
-        make(case, device),
+        inputs_of(case, device),
         case.options.kwargs(),
         plan,
         with_dlse=with_dlse,

@@ -1,6 +1,7 @@
 """Calls the specification with the options of the public functions, as dicts like `reference`'s."""
 
 import torch
+from cases import lse_type
 
 from flashattn_ext import spec, spec_varlen
 from flashattn_ext.dropout import dropout_mask
@@ -84,11 +85,10 @@ def for_reference(options, batch, heads_q, seqlen_q, seqlen_k):
 
 def make_inputs(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, dtype):
     """q, k, v, dout, dlse: randn, rounded to dtype (dlse to LSE's type)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (
         torch.randn(batch, seqlen_q, heads_q, head_dim).to(dtype),
         torch.randn(batch, seqlen_k, heads_k, head_dim).to(dtype),
         torch.randn(batch, seqlen_k, heads_k, head_dim_v).to(dtype),
         torch.randn(batch, seqlen_q, heads_q, head_dim_v).to(dtype),
-        torch.randn(batch, heads_q, seqlen_q, dtype=wide),
+        torch.randn(batch, heads_q, seqlen_q, dtype=lse_type(dtype)),
     )

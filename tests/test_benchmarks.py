@@ -98,6 +98,12 @@ def test_the_long_tail_is_the_same_draw_everywhere():
     assert (len(lengths), sum(lengths), min(lengths), max(lengths)) == (16, 16384, 83, 3675)
 
 
+def assert_slice_of(truth, part):
+    """`part` is the last head of the first batch entry of a dense reference's results."""
+    for name, value in zip(("out", "dq", "dk", "dv"), part):
+        torch.testing.assert_close(value, truth[name][0, :, -1], rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (30, 4)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_slice_reference_is_the_dense_reference(causal, window):
@@ -107,9 +113,7 @@ def test_slice_reference_is_the_dense_reference(causal, window):
     truth = reference.run(
         detached.q, detached.k, detached.v, inputs.dout, causal=causal, window_size=window
     )
-    part = problems.reference_slice(problem, inputs)
-    for name, value in zip(("out", "dq", "dk", "dv"), part):
-        torch.testing.assert_close(value, truth[name][0, :, 2], rtol=1e-9, atol=1e-11)
+    assert_slice_of(truth, problems.reference_slice(problem, inputs))
 
 
 @pytest.mark.parametrize("changes", [{"heads_k": 2, "head_dim_v": 24}, {"window": (13, 0)}])
@@ -118,9 +122,7 @@ def test_slice_reference_with_grouped_heads_and_causal_windows(changes):
     inputs = problems.make_inputs(problem, "cpu")
     x = inputs.detached()
     truth = reference.run(x.q, x.k, x.v, x.dout, causal=True, window_size=problem.window)
-    part = problems.reference_slice(problem, inputs)
-    for name, value in zip(("out", "dq", "dk", "dv"), part):
-        torch.testing.assert_close(value, truth[name][0, :, -1], rtol=1e-9, atol=1e-11)
+    assert_slice_of(truth, problems.reference_slice(problem, inputs))
 
 
 def test_slice_reference_is_of_the_longest_sequence():
@@ -128,9 +130,7 @@ def test_slice_reference_is_of_the_longest_sequence():
     inputs = problems.make_inputs(problem, "cpu")
     q, k, v, dout = (t[None, 7:57] for t in (*inputs.detached().leaves, inputs.dout))
     truth = reference.run(q, k, v, dout, causal=True)
-    part = problems.reference_slice(problem, inputs)
-    for name, value in zip(("out", "dq", "dk", "dv"), part):
-        torch.testing.assert_close(value, truth[name][0, :, -1], rtol=1e-9, atol=1e-11)
+    assert_slice_of(truth, problems.reference_slice(problem, inputs))
     assert problems.relative_error(problem, inputs.q, inputs.q[7:57, -1].double()) == 0
 
 
@@ -239,18 +239,17 @@ def test_candidates_are_checked_before_they_are_timed(name, causal):
 
 
 def test_a_wrong_candidate_is_not_timed(monkeypatch):
-    problem = problems.dense(32, 70, True, batch=1, heads_q=2, heads_k=2)
-    inputs = problems.make_inputs(problem, "cpu")
-    full = dataclasses.replace(problem, causal=False)
+    inputs = problems.make_inputs(SMALL, "cpu")
+    full = dataclasses.replace(SMALL, causal=False)
     sdpa = IMPLEMENTATIONS["sdpa_flash"]
     wrong = dataclasses.replace(sdpa, make=lambda _: sdpa.make(full))
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa_flash", wrong)
-    assert not list(bench_attention.candidates_for(problem, inputs, ("sdpa_flash",)))
+    assert not list(bench_attention.candidates_for(SMALL, inputs, ("sdpa_flash",)))
     right = IMPLEMENTATIONS["flashattn_ext"]
     ours = dataclasses.replace(right, make=lambda _: right.make(full))
     monkeypatch.setitem(IMPLEMENTATIONS, "flashattn_ext", ours)
     with pytest.raises(AssertionError, match="relative errors"):
-        list(bench_attention.candidates_for(problem, inputs, ("flashattn_ext",)))
+        list(bench_attention.candidates_for(SMALL, inputs, ("flashattn_ext",)))
 
 
 def test_missing_packages_are_unavailable(monkeypatch):

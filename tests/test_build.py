@@ -87,6 +87,12 @@ def test_build_without_a_compiler_says_what_to_do():
 # ---- Choices of setup.py ----
 
 
+@pytest.fixture
+def no_archs_given(monkeypatch):
+    monkeypatch.delenv("FLASHATTN_EXT_CUDA_ARCHS", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "wanted"),
     [
@@ -95,23 +101,20 @@ def test_build_without_a_compiler_says_what_to_do():
         ("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX", "8.0;9.0a"),
     ],
 )
+@pytest.mark.usefixtures("no_archs_given")
 def test_archs_come_from_the_environment(setup_py, monkeypatch, variable, value, wanted):
-    monkeypatch.delenv("FLASHATTN_EXT_CUDA_ARCHS", raising=False)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setenv(variable, value)
     assert setup_py["cuda_archs"]() == wanted
 
 
+@pytest.mark.usefixtures("no_archs_given")
 def test_archs_without_a_gpu_are_both(setup_py, monkeypatch, tmp_path):
-    monkeypatch.delenv("FLASHATTN_EXT_CUDA_ARCHS", raising=False)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert setup_py["cuda_archs"]() == "8.0;9.0"
 
 
+@pytest.mark.usefixtures("no_archs_given")
 def test_archs_are_those_of_the_visible_gpus(setup_py, monkeypatch, tmp_path):
-    monkeypatch.delenv("FLASHATTN_EXT_CUDA_ARCHS", raising=False)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 9.0\necho 8.6\necho 9.0\n")
     program.chmod(0o755)

@@ -21,7 +21,6 @@ PROPERTY = hypothesis.settings(
         hypothesis.HealthCheck.function_scoped_fixture,
         hypothesis.HealthCheck.too_slow,
     ],
-    deadline=None,
 )
 
 SEQLEN = st.one_of(

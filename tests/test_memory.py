@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks import bench_memory
+from flashattn_ext import flash_attn_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -28,8 +29,6 @@ def test_extra_memory_grows_with_the_tokens():
 
 def test_gqa_expands_no_keys():
     """32 query heads over one key head: no (B, Sk, Hq, D) copy is made."""
-    from flashattn_ext import flash_attn_func
-
     q = torch.randn(1, 64, 32, 128, device="cuda").bfloat16().requires_grad_()
     k, v = (torch.randn(1, 65536, 1, 128, device="cuda").bfloat16().requires_grad_() for _ in "kv")
     dout = torch.randn(1, 64, 32, 128, device="cuda").bfloat16()

@@ -9,7 +9,7 @@ import harness
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import Case, VarlenCase, make_tensors, make_varlen_tensors
+from cases import Case, VarlenCase, heads_first, make_tensors, make_varlen_tensors
 
 import flashattn_ext
 from flashattn_ext import flash_attn_func, flash_attn_varlen_func
@@ -23,13 +23,13 @@ OPCHECKS = (
 )
 
 
-def half(x, requires_grad=True):
-    return x.detach().requires_grad_(requires_grad)
+def leaf(x):
+    return x.detach().requires_grad_()
 
 
 def dense_arguments(device, **shape):
     x = make_tensors(Case(**{"seqlen_q": 33, "seqlen_k": 47, **shape}), device)
-    return [half(t) for t in (x.q, x.k, x.v)], x
+    return [leaf(t) for t in (x.q, x.k, x.v)], x
 
 
 def varlen_arguments(device):
@@ -37,7 +37,7 @@ def varlen_arguments(device):
     x = make_varlen_tensors(case, device, unowned=0.0)
     lengths = [x.lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
     lengths += [x.lengths["max_seqlen_q"], x.lengths["max_seqlen_k"]]
-    return [half(t) for t in (x.q, x.k, x.v)], lengths, x
+    return [leaf(t) for t in (x.q, x.k, x.v)], lengths, x
 
 
 FWD_OPTIONS = [
@@ -67,10 +67,10 @@ def test_opcheck_fwd_layouts(device, layout):
     else:
         inputs, x = dense_arguments(device)
         if layout == "heads_first":
-            tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v)]
+            tensors = [heads_first(t) for t in (x.q, x.k, x.v)]
         else:
             tensors = [x.q, *(t[:1, :, :1].expand(2, -1, 2, -1) for t in (x.k, x.v))]
-        inputs = [half(t) for t in tensors]
+        inputs = [leaf(t) for t in tensors]
     torch.library.opcheck(OPS.fwd.default, inputs, {"causal": True}, test_utils=OPCHECKS)
 
 
@@ -87,7 +87,7 @@ def test_opcheck_varlen_fwd(device, used):
 @pytest.mark.no_poison  # opcheck compares with allclose, which NaN would fail
 def test_opcheck_bwd(device):
     inputs, x = dense_arguments(device)
-    inputs = [half(t, False) for t in inputs]
+    inputs = [t.detach() for t in inputs]
     out, lse, _ = OPS.fwd(*inputs, causal=True)
     for dlse in (None, x.dlse):
         arguments = [x.dout, dlse, *inputs, out, lse]
@@ -97,7 +97,7 @@ def test_opcheck_bwd(device):
 @pytest.mark.no_poison  # opcheck compares with allclose, which NaN would fail
 def test_opcheck_varlen_bwd(device):
     inputs, lengths, x = varlen_arguments(device)
-    inputs = [half(t, False) for t in inputs]
+    inputs = [t.detach() for t in inputs]
     out, lse, _ = OPS.varlen_fwd(*inputs, *lengths, causal=True)
     arguments = [x.dout, x.dlse, *inputs, out, lse, *lengths]
     torch.library.opcheck(OPS.varlen_bwd.default, arguments, {"causal": True}, test_utils=OPCHECKS)
@@ -106,8 +106,8 @@ def test_opcheck_varlen_bwd(device):
 @pytest.mark.no_poison  # opcheck compares with allclose, which NaN would fail
 def test_opcheck_merge(device):
     inputs, _ = dense_arguments(device)
-    states = [t.detach() for half_ in (0, 1) for t in OPS.fwd(*inputs, causal=bool(half_))[:2]]
-    states = [half(t) for t in states]
+    states = [t.detach() for causal in (False, True) for t in OPS.fwd(*inputs, causal=causal)[:2]]
+    states = [leaf(t) for t in states]
     torch.library.opcheck(OPS.merge.default, states, test_utils=OPCHECKS)
 
 
@@ -193,12 +193,12 @@ def test_export_with_dynamic_lengths(device):
 def test_autocast(dtype):
     """fp32 inputs under autocast run in its dtype and get fp32 gradients."""
     x = make_tensors(Case(dtype=torch.float32, seqlen_q=70, seqlen_k=70), "cuda")
-    leaves = [half(t) for t in (x.q, x.k, x.v)]
+    leaves = [leaf(t) for t in (x.q, x.k, x.v)]
     with torch.autocast("cuda", dtype=dtype):
         out = flash_attn_func(*leaves, causal=True)
     assert out.dtype == dtype
     gradients = torch.autograd.grad(out, leaves, x.dout.to(dtype))
-    cast = [half(t.to(dtype)) for t in (x.q, x.k, x.v)]
+    cast = [leaf(t.to(dtype)) for t in (x.q, x.k, x.v)]
     wanted = flash_attn_func(*cast, causal=True)
     assert torch.equal(out, wanted)
     for gradient, plain in zip(gradients, torch.autograd.grad(wanted, cast, x.dout.to(dtype))):

@@ -9,7 +9,7 @@ times slower. The same tests run everywhere as ordinary tests.
 import harness
 import pytest
 import torch
-from cases import Case, Options, VarlenCase, make_tensors, make_varlen_tensors
+from cases import Case, Options, VarlenCase, heads_first, make_tensors
 
 from flashattn_ext import flash_attn_func, merge
 
@@ -53,17 +53,9 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("case", DENSE, ids=str)
-def test_sanitize_dense(device, case):
-    x = make_tensors(case, device)
-    actual = harness.run(x, case.options.kwargs(), with_dlse=True)
-    for name in ("out", "dq", "dk", "dv"):
-        assert actual[name].isfinite().all(), name
-
-
-@pytest.mark.parametrize("case", PACKED, ids=str)
-def test_sanitize_varlen(device, case):
-    x = make_varlen_tensors(case, device)
+@pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=str)
+def test_sanitize(device, case):
+    x = harness.inputs_of(case, device)
     actual = harness.run(x, case.options.kwargs(), with_dlse=True)
     for name in ("out", "dq", "dk", "dv"):
         assert actual[name].isfinite().all(), name
@@ -73,9 +65,8 @@ def test_sanitize_varlen(device, case):
 @pytest.mark.sm90
 @pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=str)
 def test_sanitize_portable_forward(case):
-    """Where the tests above run the Hopper forward; the backward there is the portable one."""
-    make = make_tensors if isinstance(case, Case) else make_varlen_tensors
-    out, _ = harness.attend(make(case, "cuda"), case.options.kwargs(), "sm80")
+    """Where the test above runs the Hopper forward; the backward there is the portable one."""
+    out, _ = harness.attend(harness.inputs_of(case, "cuda"), case.options.kwargs(), "sm80")
     assert out.isfinite().all()
 
 
@@ -106,8 +97,7 @@ def test_sanitize_unequal_head_dims(device):
 def test_sanitize_strides(device):
     x = make_tensors(Case(seqlen_q=66, seqlen_k=65, batch=1, heads_k=4), device)
     for name in ("q", "k", "v", "dout"):
-        t = getattr(x, name)
-        setattr(x, name, t.transpose(1, 2).contiguous().transpose(1, 2))
+        setattr(x, name, heads_first(getattr(x, name)))
     assert harness.run(x, {"causal": True})["dq"].isfinite().all()
 
 

@@ -4,6 +4,7 @@ import compare
 import pytest
 import reference
 import torch
+from cases import lse_type
 from spec_runner import RNG_STATE, for_reference, make_inputs, run
 
 from flashattn_ext import spec
@@ -111,10 +112,9 @@ def assert_spec_matches(inputs, options, block_q=None, block_k=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(name, dtype):
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     inputs = make_inputs(B, SQ, SK, HQ, HK, D, DV, dtype)
     # Blocks that divide nothing: every tile has its own share of mask and tail.
-    assert_spec_matches(inputs, OPTIONS[name](wide), block_q=32, block_k=48)
+    assert_spec_matches(inputs, OPTIONS[name](lse_type(dtype)), block_q=32, block_k=48)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from cases import lse_type
 from spec_runner import RNG_STATE, make_inputs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,7 +122,7 @@ def test_lowest_float_for_a_whole_row_is_uniform(dtype, lowest_of, with_sink):
     The backward too: LSE cannot hold log(n) beside finfo.min, P = 1/n must come out all the same.
     """
     q, k, v, dout, dlse = make_inputs(2, 12, 20, 4, 2, 8, 8, dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = lse_type(dtype)
     bias = torch.zeros(12, 20, dtype=wide)
     bias[3:6] = torch.finfo(lowest_of).min
     bias[8, :15] = torch.finfo(lowest_of).min  # part of a row: those keys vanish

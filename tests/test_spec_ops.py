@@ -3,6 +3,7 @@
 import pytest
 import reference
 import torch
+from cases import lse_type
 from spec_runner import GRAD_OPTIONS, RNG_STATE, make_inputs, run, run_varlen
 
 import flashattn_ext
@@ -25,8 +26,7 @@ def tensor_options(batch, heads, seqlen_q, seqlen_k, dtype):
 def test_dense_ops_are_the_specification(dtype):
     inputs = make_inputs(2, 20, 30, 4, 2, 8, 16, dtype)
     q, k, v, dout, dlse = inputs
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    tensors = tensor_options(2, 4, 20, 30, wide)
+    tensors = tensor_options(2, 4, 20, 30, lse_type(dtype))
     numbers = {"softcap": 2.0, "causal": True, "dropout_p": 0.3, "rng_state": RNG_STATE}
     expected = run(*inputs, **tensors, **numbers, window_size=(9, -1))
     out, lse, state = OPS.fwd(q, k, v, **tensors, **numbers, window_left=9)

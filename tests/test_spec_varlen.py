@@ -4,16 +4,13 @@ import compare
 import pytest
 import reference
 import torch
+from cases import cumulative
 from spec_runner import RNG_STATE, make_inputs, run, run_varlen
 
 from flashattn_ext.dropout import dropout_mask
 from flashattn_ext.spec_varlen import Packing, varlen_forward
 
 NAN, INF = torch.nan, torch.inf
-
-
-def cumulative(lengths, first=0):
-    return torch.tensor([first, *lengths]).cumsum(0).int()
 
 
 def make_packed(lengths_q, lengths_k, heads_q, heads_k, head_dim, dtype, head_dim_v=None):
@@ -120,8 +117,8 @@ def test_unused_rows_are_not_read():
     """NaN before the first sequence, behind the last and behind seqused; zeros come out there."""
     lengths_q, lengths_k, used_q, used_k = [10, 12], [9, 20], [6, 12], [9, 5]
     packed = make_packed([3, *lengths_q, 5], [2, *lengths_k, 7], 4, 2, 8, torch.float32)
-    packed["cu_seqlens_q"] = cumulative(lengths_q, first=3)
-    packed["cu_seqlens_k"] = cumulative(lengths_k, first=2)
+    packed["cu_seqlens_q"] = 3 + cumulative(lengths_q)
+    packed["cu_seqlens_k"] = 2 + cumulative(lengths_k)
     rows, keys = torch.zeros(30, dtype=torch.bool), torch.zeros(38, dtype=torch.bool)
     for first, length in zip(packed["cu_seqlens_q"], used_q):
         rows[first : first + length] = True

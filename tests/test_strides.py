@@ -5,16 +5,11 @@ import dataclasses
 import harness
 import pytest
 import torch
-from cases import Case, Options, VarlenCase, make_tensors, make_varlen_tensors
+from cases import Case, Options, VarlenCase, heads_first, make_tensors, make_varlen_tensors
 
 from flashattn_ext import flash_attn_func, flash_attn_qkvpacked_func
 
 INPUTS = ("q", "k", "v", "dout")
-
-
-def heads_first(t):
-    """The same values held as (B, H, S, D) in memory."""
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def sequence_first(t):

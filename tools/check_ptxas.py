@@ -24,6 +24,8 @@ USED = re.compile(r"Used (\d+) registers")
 STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 NOTE = re.compile(r"\bC75\d\d\b")
 
+Allowance = list[tuple[re.Pattern[str], str, int]]  # rows: kernel pattern, arch, bytes
+
 
 @dataclass
 class Kernel:
@@ -65,8 +67,8 @@ def demangle(names: list[str]) -> list[str]:
     ]
 
 
-def read_allowance(text: str) -> list[tuple[re.Pattern[str], str, int]]:
-    """Rows (kernel pattern, arch, bytes); format in the file's own header."""
+def read_allowance(text: str) -> Allowance:
+    """Rows of the allowance file; format in its own header."""
     rows = []
     for line in text.splitlines():
         fields = line.partition("#")[0].split(maxsplit=2)
@@ -75,7 +77,7 @@ def read_allowance(text: str) -> list[tuple[re.Pattern[str], str, int]]:
     return rows
 
 
-def allowed_bytes(name: str, arch: str, allowance: list[tuple[re.Pattern[str], str, int]]) -> int:
+def allowed_bytes(name: str, arch: str, allowance: Allowance) -> int:
     """The largest allowance of the rows that name this kernel; 0 when none does."""
     rows = (
         spill_bytes
@@ -85,9 +87,7 @@ def allowed_bytes(name: str, arch: str, allowance: list[tuple[re.Pattern[str], s
     return max(rows, default=0)
 
 
-def unused_rows(
-    kernels: list[Kernel], allowance: list[tuple[re.Pattern[str], str, int]]
-) -> list[str]:
+def unused_rows(kernels: list[Kernel], allowance: Allowance) -> list[str]:
     """Allowances for an arch that was built which no spilling kernel needs: they hide the next."""
     archs = {kernel.arch for kernel in kernels}
     return [

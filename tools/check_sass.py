@@ -20,9 +20,11 @@ from tools.sass import Kernel, disassemble, parse
 EXPECTATION = Path(__file__).with_name("sass_expectation.txt")
 LOCAL_BYTES = 4  # the least that one LDL or STL moves
 
+Expectation = list[tuple[re.Pattern[str], dict[str, int]]]  # rows: kernel pattern, least counts
 
-def read_expectation(text: str) -> list[tuple[re.Pattern[str], dict[str, int]]]:
-    """Rows (kernel pattern, least count by opcode); format in the file's own header."""
+
+def read_expectation(text: str) -> Expectation:
+    """Rows of the expectation file; format in its own header."""
     rows = []
     for line in text.splitlines():
         pattern, *bounds = line.partition("#")[0].split() or [""]
@@ -34,8 +36,8 @@ def read_expectation(text: str) -> list[tuple[re.Pattern[str], dict[str, int]]]:
 
 def findings(
     codes: list[Kernel],
-    expectation: list[tuple[re.Pattern[str], dict[str, int]]],
-    allowance: list[tuple[re.Pattern[str], str, int]],
+    expectation: Expectation,
+    allowance: check_ptxas.Allowance,
 ) -> list[str]:
     """How the kernels depart from what is expected."""
     found = []

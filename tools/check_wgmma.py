@@ -30,7 +30,8 @@ WGMMA = re.compile(r"[A-Z]GMMA$")
 SHAPE = re.compile(r"64x(\d+)x\d+")  # m64nNkK
 INPUT_REGISTERS = 4  # operand A: m64kK over 128 threads is 4 registers for every type
 ADDRESS = re.compile(r"0x[0-9a-f]+$")
-ENDS_BLOCK = {"BRA", "BRX", "CALL", "EXIT", "JMP", "JMX", "KILL", "RET", "WARPSYNC"}
+JUMPS = {"BRA", "BRX", "CALL", "JMP", "JMX"}
+ENDS_BLOCK = JUMPS | {"EXIT", "KILL", "RET", "WARPSYNC"}
 MAX_CALL_DEPTH = 8
 MAX_SHOWN = 20  # findings of one kernel
 
@@ -142,7 +143,7 @@ class Program:
     def is_unknown(self, point: Point) -> bool:
         """Whether this instruction jumps to or calls what we cannot follow."""
         instruction = self.code[point.at]
-        if instruction.opcode not in ("BRA", "BRX", "CALL", "JMP", "JMX"):
+        if instruction.opcode not in JUMPS:
             return False
         too_deep = instruction.opcode == "CALL" and len(point.callers) >= MAX_CALL_DEPTH
         return too_deep or self.target(instruction) is None

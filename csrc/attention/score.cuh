@@ -69,6 +69,20 @@ struct ScoreTransform {
   }
 };
 
+// Sets to -inf, in one row of a lane's fragment, the scores outside [first, end); both bounds are
+// relative to the lane's first column, so that the compares take constants.
+template <int kNTiles>
+__device__ __forceinline__ void hide_outside(float (&acc)[kNTiles][4], int half, int first,
+                                             int end) {
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int col = 8 * j + e;
+      if (col < first || col >= end) acc[j][2 * half + e] = -INFINITY;
+    }
+}
+
 // Sets to -inf the scores of a warp's fragment, (16*kMTiles queries from `row0`) x (8*kNTiles keys
 // from `col0`), that the band hides.
 template <int kMTiles, int kNTiles>
@@ -79,17 +93,10 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], co
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row0 + 16 * m + tile::acc_row(lane, 2 * half);
-      // Bounds relative to this lane's first column, so that the compares take constants.
       const int lane_col = col0 + tile::acc_col(lane, 0);
       const int first = band.first_key(row) - lane_col;
       const int end = band.end_key(row) - lane_col;
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int col = 8 * j + e;
-          if (col < first || col >= end) acc[m][j][2 * half + e] = -INFINITY;
-        }
+      hide_outside(acc[m], half, first, end);
     }
 }
 
@@ -106,13 +113,7 @@ __device__ __forceinline__ void apply_mask_transposed(float (&acc)[kMTiles][kNTi
       const int lane_row = row0 + tile::acc_col(lane, 0);
       const int first = band.first_row(key) - lane_row;
       const int end = band.end_row(key) - lane_row;
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int col = 8 * j + e;
-          if (col < first || col >= end) acc[m][j][2 * half + e] = -INFINITY;
-        }
+      hide_outside(acc[m], half, first, end);
     }
 }
 

@@ -61,4 +61,12 @@ inline TileOrder make_tile_order(int32_t num_blocks, int32_t num_heads, int32_t 
   return order;
 }
 
+// The order of a launch over query blocks. The query heads of a group share K and V, and a causal
+// problem has the most keys at the last queries: descending is longest first.
+inline TileOrder make_query_tile_order(const FwdParams& p, int32_t block_m) {
+  const int64_t kv_bytes = 2LL * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  return make_tile_order((p.seqlen_q + block_m - 1) / block_m, p.batch * p.num_heads_q,
+                         p.num_heads_q / p.num_heads_k, kv_bytes, p.window_right < kUnlimited);
+}
+
 }  // namespace flashattn_ext

@@ -87,22 +87,9 @@ struct FwdOp {
                          bool causal, bool top_left, SymInt window_left, SymInt window_right,
                          double softcap, double dropout_p, const OptTensor& rng_state,
                          bool deterministic, std::optional<std::string_view> plan) {
-    const Options options{bias,
-                          mask,
-                          alibi_slopes,
-                          rel_bias,
-                          sink,
-                          block_mask,
-                          softmax_scale,
-                          causal,
-                          top_left,
-                          std::move(window_left),
-                          std::move(window_right),
-                          softcap,
-                          dropout_p,
-                          rng_state,
-                          deterministic,
-                          plan};
+    const Options options(bias, mask, alibi_slopes, rel_bias, sink, block_mask, softmax_scale,
+                          causal, top_left, std::move(window_left), std::move(window_right),
+                          softcap, dropout_p, rng_state, deterministic, plan);
     return kRun({q, k, v, nullptr, options});
   }
 
@@ -116,25 +103,11 @@ struct FwdOp {
                           double softcap, double dropout_p, const OptTensor& rng_state,
                           bool deterministic, std::optional<std::string_view> plan,
                           const OptTensor& seqused_q, const OptTensor& seqused_k) {
-    const Options options{key_bias,
-                          mask,
-                          alibi_slopes,
-                          rel_bias,
-                          sink,
-                          block_mask,
-                          softmax_scale,
-                          causal,
-                          top_left,
-                          std::move(window_left),
-                          std::move(window_right),
-                          softcap,
-                          dropout_p,
-                          rng_state,
-                          deterministic,
-                          plan};
-    const Varlen varlen{
-        cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
-        seqused_q,    seqused_k};
+    const Options options(key_bias, mask, alibi_slopes, rel_bias, sink, block_mask, softmax_scale,
+                          causal, top_left, std::move(window_left), std::move(window_right),
+                          softcap, dropout_p, rng_state, deterministic, plan);
+    const Varlen varlen(cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
+                        std::move(max_seqlen_k), seqused_q, seqused_k);
     return kRun({q, k, v, &varlen, options});
   }
 };
@@ -151,22 +124,9 @@ struct BwdOp {
                          SymInt window_left, SymInt window_right, double softcap, double dropout_p,
                          const OptTensor& rng_state, bool deterministic,
                          std::optional<std::string_view> plan, Wanted wanted) {
-    const Options options{bias,
-                          mask,
-                          alibi_slopes,
-                          rel_bias,
-                          sink,
-                          block_mask,
-                          softmax_scale,
-                          causal,
-                          top_left,
-                          std::move(window_left),
-                          std::move(window_right),
-                          softcap,
-                          dropout_p,
-                          rng_state,
-                          deterministic,
-                          plan};
+    const Options options(bias, mask, alibi_slopes, rel_bias, sink, block_mask, softmax_scale,
+                          causal, top_left, std::move(window_left), std::move(window_right),
+                          softcap, dropout_p, rng_state, deterministic, plan);
     return kRun({{q, k, v, nullptr, options}, dout, dlse, out, lse, wanted});
   }
 
@@ -181,25 +141,11 @@ struct BwdOp {
                           double softcap, double dropout_p, const OptTensor& rng_state,
                           bool deterministic, std::optional<std::string_view> plan,
                           const OptTensor& seqused_q, const OptTensor& seqused_k, Wanted wanted) {
-    const Options options{key_bias,
-                          mask,
-                          alibi_slopes,
-                          rel_bias,
-                          sink,
-                          block_mask,
-                          softmax_scale,
-                          causal,
-                          top_left,
-                          std::move(window_left),
-                          std::move(window_right),
-                          softcap,
-                          dropout_p,
-                          rng_state,
-                          deterministic,
-                          plan};
-    const Varlen varlen{
-        cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
-        seqused_q,    seqused_k};
+    const Options options(key_bias, mask, alibi_slopes, rel_bias, sink, block_mask, softmax_scale,
+                          causal, top_left, std::move(window_left), std::move(window_right),
+                          softcap, dropout_p, rng_state, deterministic, plan);
+    const Varlen varlen(cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q),
+                        std::move(max_seqlen_k), seqused_q, seqused_k);
     return kRun({{q, k, v, &varlen, options}, dout, dlse, out, lse, wanted});
   }
 };

@@ -14,11 +14,7 @@ namespace flashattn_ext::sm80 {
 
 template <typename Config>
 cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
-  const int group = params.num_heads_q / params.num_heads_k;
-  const int64_t kv_bytes = 2LL * params.seqlen_k * (params.head_dim + params.head_dim_v);
-  const TileOrder order =
-      make_tile_order(ceil_div(params.seqlen_q, Config::kBlockM), params.batch * params.num_heads_q,
-                      group, kv_bytes, params.window_right < kUnlimited);
+  const TileOrder order = make_query_tile_order(params, Config::kBlockM);
   return launch_tiles<Config>(flash_bwd_dq_sm80_kernel<Config>, params, order, stream);
 }
 

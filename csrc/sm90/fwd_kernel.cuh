@@ -3,22 +3,20 @@
 // is being stored; each consumer warpgroup owns 64 query rows and keeps one product ahead: while
 // the tensor cores multiply P(n+1) V(n+1), it computes the softmax of S(n).
 //
-// Grid:   at most one CTA per SM, one-dimensional. Tiles in the order of attention/tile_order.h:
-// every
-//         gridDim-th one, or, where their work differs, from a counter as CTAs become free.
-// Roles:  warpgroup 0: one thread issues every copy and hands out tiles. Warpgroups 1..kConsumers:
-//         the products.
-// Shared: Q, 64 rows per consumer; two stages each of K and V; all as chunks of 64 columns (128
-// bytes)
-//         with the 128-byte swizzle, chunk after chunk.
-// Barriers (mbarriers unless said):
-//         q_full[w]      1 arrival + bytes     Q of consumer w has landed
-//         q_empty[w]     4                     every warp of consumer w is done reading Q
-//         k_full[s]      1 arrival + bytes     K of stage s has landed;  v_full[s] the same for V
-//         k_empty[s]     4 * kConsumers        every consumer warp is done reading stage s;
-//         v_empty[s] tile_full[i]   1                     the number of the next tile is in slot i
-//         tile_empty[i]  4 * kConsumers        every consumer warp has read slot i
-//         named 1        all consumers         rows behind a packed sequence's end are zero in V
+// Grid:   at most one CTA per SM, one-dimensional. Tiles in the order of attention/tile_order.h; a
+//         CTA that is done draws the next from a counter, where there are more tiles than CTAs.
+// Roles:  warpgroup 0: one thread issues every copy and hands out tiles.
+//         Warpgroups 1..kConsumers: the products.
+// Shared: Q, 64 rows per consumer; two stages each of K and V. Each is stored as chunks of 64
+//         columns (128 bytes) with the 128-byte swizzle, chunk after chunk.
+// Barriers, all mbarriers but the last; the number is that of arrivals:
+//         q_full[w]      1 + bytes       Q of consumer w has landed
+//         q_empty[w]     4               every warp of consumer w is done reading Q
+//         k_full[s]      1 + bytes       K of stage s has landed; v_full[s] the same for V
+//         k_empty[s]     4 * kConsumers  every consumer warp is done with stage s; v_empty[s] too
+//         tile_full[i]   1               the number of the next tile is in slot i
+//         tile_empty[i]  4 * kConsumers  every consumer warp has read slot i
+//         named 1        all consumers   rows behind a packed sequence's end are zero in V
 // Math:   S = Q K^T; logits, mask; lazy online softmax; O += P V; O / l; lse = m + ln l.
 #pragma once
 
@@ -36,7 +34,9 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/fwd_params.h"
+#include "sm90/tiles.h"
 #include "tile/fragment.cuh"
+#include "tile/swizzle.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -50,9 +50,10 @@ struct FwdConfig {
 
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
-  static constexpr int kStages = 2;
+  static constexpr int kStages = FwdTile::kStages;
   static constexpr int kChunks = kHeadDim / 64;
-  static constexpr int kRowBytes = 128;  // of a chunk
+  using ChunkLayout = tile::SmemLayout<64>;  // the copy engine's 128-byte swizzle
+  static constexpr int kRowBytes = ChunkLayout::kPitchBytes;
   static_assert(kHeadDim % 64 == 0 && kBlockN % 16 == 0);
   // Registers per thread. 64K registers, a producer that needs few; measured to compile clean.
   static constexpr int kProducerRegs = kConsumers == 2 ? 40 : 32;
@@ -251,10 +252,7 @@ class FwdConsumer {
     const int row0 = tile.m0 + 64 * consumer + 16 * warp_in_group;  // this warp's first query
     LazySoftmax softmax;
     float acc_o[kOTiles][4];
-#pragma unroll
-    for (int j = 0; j < kOTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc_o[j][e] = 0.0f;
+    tile::clear(acc_o);
 
     if (tile.blocks.end > tile.blocks.begin) {
       float acc_s[1][kSTiles][4];
@@ -301,7 +299,7 @@ class FwdConsumer {
         const int row = 16 * warp_in_group + (lane & 15);
         const int piece = 2 * (kk % 4) + (lane >> 4);
         ptx::ldmatrix_x4(q_fragments[kk], sQ + (kk / 4) * Config::kQChunkBytes +
-                                              row * Config::kRowBytes + ((piece ^ (row & 7)) << 4));
+                                              Config::ChunkLayout::offset_bytes(row, piece));
       }
       ptx::fence_proxy_async();  // read by ldmatrix, next written by the copy engine
       __syncwarp();

@@ -17,11 +17,7 @@ namespace flashattn_ext::sm90 {
 
 template <typename Config>
 cudaError_t launch_fwd(const FwdParams& params, const FwdSchedule& schedule, cudaStream_t stream) {
-  const int group = params.num_heads_q / params.num_heads_k;
-  const int64_t kv_bytes = 2LL * params.seqlen_k * (params.head_dim + params.head_dim_v);
-  const TileOrder order =
-      make_tile_order(ceil_div(params.seqlen_q, Config::kBlockM), params.batch * params.num_heads_q,
-                      group, kv_bytes, params.window_right < kUnlimited);
+  const TileOrder order = make_query_tile_order(params, Config::kBlockM);
   if (order.num_tiles() == 0) return cudaSuccess;
 
   const bool varlen = params.cu_seqlens_q != nullptr;

@@ -5,12 +5,9 @@
 
 namespace flashattn_ext::sm90 {
 
-// A problem runs in the smallest bucket that holds max(head_dim, head_dim_v).
-inline constexpr int32_t kHeadDimBuckets[] = {64, 128, 256};
-
 // Forward: persistent CTAs of one producer warpgroup and `consumers` of 64 query rows each.
 struct FwdTile {
-  int32_t bucket;
+  int32_t bucket;   // head-dim bucket: the smallest that holds max(head_dim, head_dim_v)
   int32_t block_n;  // Bc: keys
   int32_t consumers;
   bool q_in_regs;

@@ -70,4 +70,13 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
   transform(acc, [](float) { return 0.0f; });
 }
 
+// The same for one 16-row tile.
+template <int kNTiles>
+__device__ __forceinline__ void clear(float (&acc)[kNTiles][4]) {
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[j][e] = 0.0f;
+}
+
 }  // namespace flashattn_ext::tile
