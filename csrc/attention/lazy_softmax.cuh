@@ -51,13 +51,18 @@ struct LazySoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float next = moves[half] ? new_max[half] : reference[half];
-        rescale[half] = moves[half] ? ptx::ex2_approx((reference[half] - next) * log2_scale) : 1.0f;
+        // The difference of the rounded references that P is taken relative to: what the two round
+        // to cancels out, however large the logits are.
+        rescale[half] = moves[half]
+                            ? ptx::ex2_approx(__fsub_rn(__fmul_rn(reference[half], log2_scale),
+                                                        __fmul_rn(next, log2_scale)))
+                            : 1.0f;
         row_sum[half] = __fmul_rn(row_sum[half], rescale[half]);
         reference[half] = next;
       }
     }
-    const float ref0 = reference[0] == -INFINITY ? 0.0f : reference[0] * log2_scale;
-    const float ref1 = reference[1] == -INFINITY ? 0.0f : reference[1] * log2_scale;
+    const float ref0 = reference[0] == -INFINITY ? 0.0f : __fmul_rn(reference[0], log2_scale);
+    const float ref1 = reference[1] == -INFINITY ? 0.0f : __fmul_rn(reference[1], log2_scale);
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       acc_s[j][0] = ptx::ex2_approx(fmaf(acc_s[j][0], log2_scale, -ref0));
