@@ -49,8 +49,10 @@ def test_the_running_gpu_is_read():
 @pytest.mark.parametrize("family", [None, "sm80"])
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_kernels_named_are_the_kernels_that_run(varlen, backward, family):
-    shapes = [shape[1:] if varlen else shape for shape in SHAPES]
+@pytest.mark.parametrize("heads", [1, 64], ids=["a few tiles", "more tiles than SMs"])
+def test_the_kernels_named_are_the_kernels_that_run(heads, varlen, backward, family):
+    shapes = [(batch, rows, heads * h, dim) for batch, rows, h, dim in SHAPES]
+    shapes = [shape[1:] if varlen else shape for shape in shapes]
     tensors = [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for shape in shapes

@@ -80,7 +80,7 @@ struct OnlineSoftmax {
         float sum = row_sum[m][half];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const bool empty = row_max[m][half] == -INFINITY;
+        const bool empty = sum == 0.0f;  // not where it is not a number
         inv_sum[m][half] = empty ? 0.0f : 1.0f / sum;
         lse[m][half] = empty ? -INFINITY : fmaf(row_max[m][half], log2_scale * kLn2, logf(sum));
       }

@@ -69,17 +69,26 @@ struct ScoreTransform {
   }
 };
 
+// How many of a lane's columns of a fragment row, 8*j + e with e in {0, 1}, lie before column
+// `end`.
+__device__ __forceinline__ int columns_before(int end) { return 2 * (end >> 3) + min(end & 7, 2); }
+
 // Sets to -inf, in one row of a lane's fragment, the scores outside [first, end); both bounds are
-// relative to the lane's first column, so that the compares take constants.
+// relative to the lane's first column. One bit per column: bits become predicates seven at a time.
 template <int kNTiles>
 __device__ __forceinline__ void hide_outside(float (&acc)[kNTiles][4], int half, int first,
                                              int end) {
+  constexpr int kBits = 2 * kNTiles;
+  static_assert(kBits <= 32, "one bit per column");
+  const int before_first = min(max(columns_before(first), 0), kBits);
+  const int before_end = min(max(columns_before(end), 0), kBits);
+  const auto low_bits = [](int n) { return n == 32 ? ~0u : (1u << n) - 1; };
+  const uint32_t visible = low_bits(before_end) & ~low_bits(before_first);
 #pragma unroll
   for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int col = 8 * j + e;
-      if (col < first || col >= end) acc[j][2 * half + e] = -INFINITY;
+      if ((visible >> (2 * j + e) & 1) == 0) acc[j][2 * half + e] = -INFINITY;
     }
 }
 

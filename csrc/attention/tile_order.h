@@ -7,39 +7,35 @@
 
 #include <cstdint>
 
+#include "attention/divisor.h"
 #include "attention/params.h"
-
-#ifdef __CUDACC__
-#define FLASHATTN_EXT_HOST_DEVICE __host__ __device__
-#else
-#define FLASHATTN_EXT_HOST_DEVICE
-#endif
 
 namespace flashattn_ext {
 
 // Bytes of shared operands that a group of heads may occupy: well inside the 40-60 MB L2 of
 // sm_80 and sm_90.
-inline constexpr int64_t kL2GroupBytes = 24 << 20;
+inline constexpr int64_t kL2GroupBytes = 16 << 20;
 
 struct TileOrder {
-  int32_t num_blocks = 0;       // blocks per head
-  int32_t num_heads = 0;        // heads over the whole batch
-  int32_t heads_per_group = 1;  // multiple of the heads that share operands
-  bool descending = false;      // most work at the highest block index
+  int32_t num_blocks = 0;                     // blocks per head
+  int32_t num_heads = 0;                      // heads over the whole batch
+  int32_t heads_per_group = 1;                // multiple of the heads that share operands
+  bool descending = false;                    // most work at the highest block index
+  Divisor by_tiles, by_heads, by_last_heads;  // of a group; heads of the last, which may have fewer
 
   struct Tile {
     int32_t block, head;  // head counts over batch * heads
   };
 
-  FLASHATTN_EXT_HOST_DEVICE Tile tile(int64_t cta) const {
-    const int64_t per_group = static_cast<int64_t>(heads_per_group) * num_blocks;
-    const int32_t group = static_cast<int32_t>(cta / per_group);
-    const int32_t in_group = static_cast<int32_t>(cta - group * per_group);
+  // Below num_tiles(), which the plan keeps within 32 bits.
+  FLASHATTN_EXT_HOST_DEVICE Tile tile(int32_t cta) const {
+    const int32_t group = by_tiles.divide(cta);
+    const int32_t in_group = cta - group * by_tiles.divisor;
     const int32_t first_head = group * heads_per_group;
-    const int32_t left = num_heads - first_head;
-    const int32_t heads = left < heads_per_group ? left : heads_per_group;
-    const int32_t rank = in_group / heads;
-    return {descending ? num_blocks - 1 - rank : rank, first_head + in_group % heads};
+    const Divisor& heads = num_heads - first_head < heads_per_group ? by_last_heads : by_heads;
+    const int32_t rank = heads.divide(in_group);
+    return {descending ? num_blocks - 1 - rank : rank,
+            first_head + in_group - rank * heads.divisor};
   }
 
   FLASHATTN_EXT_HOST_DEVICE int64_t num_tiles() const {
@@ -54,19 +50,34 @@ inline TileOrder make_tile_order(int32_t num_blocks, int32_t num_heads, int32_t 
   order.num_blocks = num_blocks;
   order.num_heads = num_heads;
   order.descending = descending;
-  int64_t units = bytes_per_unit > 0 ? kL2GroupBytes / bytes_per_unit : num_heads;
-  const int64_t max_units = (num_heads + heads_per_unit - 1) / heads_per_unit;
-  units = units < 1 ? 1 : (units > max_units ? max_units : units);
+  const int64_t all_units = (num_heads + heads_per_unit - 1) / heads_per_unit;
+  int64_t units = bytes_per_unit > 0 ? kL2GroupBytes / bytes_per_unit : all_units;
+  units = units < 1 ? 1 : (units > all_units ? all_units : units);
+  // Groups of one size where that costs at most half: the long blocks of a last group of few heads
+  // would start when nothing is left to fill the other SMs beside them.
+  for (int64_t even = units; 2 * even > units; --even) {
+    if (all_units % even == 0) {
+      units = even;
+      break;
+    }
+  }
   order.heads_per_group = static_cast<int32_t>(units) * heads_per_unit;
+  order.by_tiles = Divisor(order.heads_per_group * num_blocks);
+  order.by_heads = Divisor(order.heads_per_group);
+  order.by_last_heads = Divisor((num_heads - 1) % order.heads_per_group + 1);
   return order;
 }
 
 // The order of a launch over query blocks. The query heads of a group share K and V, and a causal
-// problem has the most keys at the last queries: descending is longest first.
+// problem has the most keys at the last queries: descending is longest first. Blocks of equal work
+// need no such order: there a group is the heads that share K and V, so that what they read comes
+// from memory bit by bit and not all in one wave.
 inline TileOrder make_query_tile_order(const FwdParams& p, int32_t block_m) {
   const int64_t kv_bytes = 2LL * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  const bool descending = p.window_right < kUnlimited;
   return make_tile_order((p.seqlen_q + block_m - 1) / block_m, p.batch * p.num_heads_q,
-                         p.num_heads_q / p.num_heads_k, kv_bytes, p.window_right < kUnlimited);
+                         p.num_heads_q / p.num_heads_k, descending ? kv_bytes : kL2GroupBytes,
+                         descending);
 }
 
 }  // namespace flashattn_ext

@@ -3,7 +3,6 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;  // r and kUnlimited stay inside int32
 constexpr int64_t kCopyBytes = 16;    // one cp.async, ldmatrix row or vector store
 constexpr int64_t kElementBytes = 2;  // float16 and bfloat16

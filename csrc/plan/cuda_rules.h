@@ -8,6 +8,8 @@
 
 namespace flashattn_ext {
 
+inline constexpr int64_t kMaxHeadDim = 256;  // of the CUDA kernels
+
 inline constexpr int64_t kMaxInt32 = (int64_t{1} << 31) - 1;
 inline constexpr int64_t kMaxGrid = kMaxInt32;  // CUDA's limit of grid.x
 

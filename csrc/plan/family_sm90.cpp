@@ -1,6 +1,7 @@
 // Support rules and tile choice of the Hopper kernels in csrc/sm90.
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 
 #include "plan/cuda_rules.h"
 #include "plan/plan.h"
@@ -11,20 +12,27 @@ namespace {
 constexpr int64_t kMaxMapStride = int64_t{1} << 39;  // elements; tensor maps hold 2^40 bytes
 constexpr int32_t kSmemHopper = 227 * 1024;
 
-const sm90::FwdTile* pick_tile(int64_t head_dim) {
+// The first row whose bucket holds the head dims and which is for so many keys.
+const sm90::FwdTile& pick_tile(const Problem& problem, const Window& window) {
+  const bool masked = window.left < kUnlimited || window.right < kUnlimited;
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
-    if (head_dim <= tile.bucket) return &tile;
+    if (problem.head_dim <= tile.bucket && problem.head_dim_v <= tile.bucket_v &&
+        problem.seqlen_k <= (masked ? tile.most_keys_masked : tile.most_keys)) {
+      return tile;
+    }
   }
-  return nullptr;
+  return std::end(sm90::kFwdTiles)[-1];  // the widest; is_sound
 }
 
 constexpr bool is_sound() {
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
     if (tile.smem_bytes() > kSmemHopper) return false;
   }
-  return true;
+  const sm90::FwdTile& last = std::end(sm90::kFwdTiles)[-1];
+  return last.bucket == kMaxHeadDim && last.bucket_v == kMaxHeadDim &&
+         last.most_keys == sm90::kAnyLength && last.most_keys_masked == sm90::kAnyLength;
 }
-static_assert(is_sound(), "every tile fits the shared memory of a Hopper SM");
+static_assert(is_sound(), "every tile fits the shared memory of a Hopper SM; the last takes all");
 
 // A tensor map steps through memory: a dimension may not repeat in place, and its strides are
 // bounded. Copies are contiguous and always fine.
@@ -88,7 +96,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
       return reason;
     }
   }
-  plan.sm90_fwd_tile = pick_tile(std::max(problem.head_dim, problem.head_dim_v));
+  plan.sm90_fwd_tile = &pick_tile(problem, plan.window);
   const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
   // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
   if (Reason reason = reject_grid(tiles + device.num_sms)) return reason;
@@ -103,9 +111,11 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
 // In launch order, as csrc/binding/cuda.cpp launches them.
 std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
   const sm90::FwdTile& tile = *plan.sm90_fwd_tile;
-  std::vector<KernelReport> list = {{"flash_fwd_sm90_kernel", plan.num_ctas, tile.block_m(),
-                                     tile.block_n, tile.num_warps(), sm90::FwdTile::kStages,
-                                     tile.smem_bytes()}};
+  std::vector<KernelReport> list;
+  if (plan.workspace_bytes > 0)
+    list.push_back({.name = "flash_fwd_sm90_counter_kernel", .grid = 1});
+  list.push_back({"flash_fwd_sm90_kernel", plan.num_ctas, tile.block_m(), tile.block_n,
+                  tile.num_warps(), tile.k_stages, tile.smem_bytes()});
   if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
   return list;
 }

@@ -1,6 +1,6 @@
-// ldmatrix: a warp loads four 8x8 matrices of 16-bit elements from shared memory (sm_75+).
-// Lane l supplies the address of row (l & 7) of matrix (l >> 3); each row is 16 bytes.
-// PTX ISA, "Warp-level matrix load instruction: ldmatrix".
+// ldmatrix and stmatrix: a warp loads or stores four 8x8 matrices of 16-bit elements in shared
+// memory (sm_75+, sm_90+). Lane l supplies the address of row (l & 7) of matrix (l >> 3); each row
+// is 16 bytes. PTX ISA, "Warp-level matrix load instruction: ldmatrix", "... store ...: stmatrix".
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&reg)[4], uint32_t s
                : "=r"(reg[0]), "=r"(reg[1]), "=r"(reg[2]), "=r"(reg[3])
                : "r"(smem_addr)
                : "memory");
+}
+
+// The reverse of ldmatrix_x4.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem_addr, const uint32_t (&reg)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem_addr),
+      "r"(reg[0]), "r"(reg[1]), "r"(reg[2]), "r"(reg[3])
+      : "memory");
 }
 
 }  // namespace flashattn_ext::ptx

@@ -1,5 +1,5 @@
 // Special-function and packed-conversion instructions.
-// PTX ISA, "Floating Point Instructions: ex2, rcp" and "Data Movement: cvt".
+// PTX ISA, "Floating Point Instructions: ex2, lg2, rcp" and "Data Movement: cvt".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +13,13 @@ namespace flashattn_ext::ptx {
 __device__ __forceinline__ float ex2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x); absolute error about 2^-22 between 1/2 and 2, relative beyond.
+__device__ __forceinline__ float lg2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
 

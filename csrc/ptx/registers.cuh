@@ -1,6 +1,8 @@
 // Register allocation: hints to the compiler, and moving registers between warpgroups (sm_90a).
 #pragma once
 
+#include <cstdint>
+
 namespace flashattn_ext::ptx {
 
 // Returns `x` as a value of unknown origin. What a loop derives from it is computed again in every
@@ -8,6 +10,13 @@ namespace flashattn_ext::ptx {
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
+}
+
+// Returns `x`, of which all lanes of the warp have the same, as a value of which the compiler knows
+// that. Descriptors and addresses made from it stay in uniform registers.
+template <typename Int>
+__device__ __forceinline__ Int uniform(Int x) {
+  return static_cast<Int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(x)));
 }
 
 // Gives up or takes registers so that each thread of the warpgroup has kCount of them (a multiple

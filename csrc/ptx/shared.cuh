@@ -40,4 +40,19 @@ __device__ __forceinline__ uint32_t ld_shared_b32(uint32_t addr) {
   return x;
 }
 
+__device__ __forceinline__ void st_shared_v4(uint32_t addr, int4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(addr), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ int4 ld_shared_v4_b32(uint32_t addr) {
+  int4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(addr)
+               : "memory");
+  return x;
+}
+
 }  // namespace flashattn_ext::ptx

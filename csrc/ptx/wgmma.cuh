@@ -57,6 +57,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem_addr, uint32_
          (kSwizzle128 << 62);
 }
 
+// The descriptor of the place `bytes` (a multiple of 16) further on. In 32 bits: no tile crosses
+// the end of the address field.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 // Operand lists of the instruction: accumulators are %0 ... of acc[j][e], four per 8 columns.
 #define FLASHATTN_EXT_ACC(j) "+f"(acc[j][0]), "+f"(acc[j][1]), "+f"(acc[j][2]), "+f"(acc[j][3])
 #define FLASHATTN_EXT_ACC4(j) \
@@ -69,11 +75,24 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem_addr, uint32_
   FLASHATTN_EXT_REGS_32       \
   ", "                        \
   "%32, %33, %34, %35, %36, %37, %38, %39"
+#define FLASHATTN_EXT_REGS_48 \
+  FLASHATTN_EXT_REGS_40       \
+  ", "                        \
+  "%40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASHATTN_EXT_REGS_56 \
+  FLASHATTN_EXT_REGS_48       \
+  ", "                        \
+  "%48, %49, %50, %51, %52, %53, %54, %55"
 #define FLASHATTN_EXT_REGS_64                                                        \
   FLASHATTN_EXT_REGS_32                                                              \
   ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASHATTN_EXT_REGS_96                                                        \
+  FLASHATTN_EXT_REGS_64                                                              \
+  ", "                                                                               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FLASHATTN_EXT_REGS_128                                                                 \
   FLASHATTN_EXT_REGS_64                                                                        \
   ", "                                                                                         \
@@ -136,8 +155,15 @@ FLASHATTN_EXT_WGMMA_BOTH(64, 8, FLASHATTN_EXT_REGS_32, 32, 33, 34, 35, 36, 37,
                          FLASHATTN_EXT_ACC8(0))
 FLASHATTN_EXT_WGMMA_BOTH(80, 10, FLASHATTN_EXT_REGS_40, 40, 41, 42, 43, 44, 45,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC(8), FLASHATTN_EXT_ACC(9))
+FLASHATTN_EXT_WGMMA_BOTH(96, 12, FLASHATTN_EXT_REGS_48, 48, 49, 50, 51, 52, 53,
+                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8))
+FLASHATTN_EXT_WGMMA_BOTH(112, 14, FLASHATTN_EXT_REGS_56, 56, 57, 58, 59, 60, 61,
+                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8), FLASHATTN_EXT_ACC(12),
+                         FLASHATTN_EXT_ACC(13))
 FLASHATTN_EXT_WGMMA_BOTH(128, 16, FLASHATTN_EXT_REGS_64, 64, 65, 66, 67, 68, 69,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8))
+FLASHATTN_EXT_WGMMA_BOTH(192, 24, FLASHATTN_EXT_REGS_96, 96, 97, 98, 99, 100, 101,
+                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16))
 FLASHATTN_EXT_WGMMA_BOTH(256, 32, FLASHATTN_EXT_REGS_128, 128, 129, 130, 131, 132, 133,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16),
                          FLASHATTN_EXT_ACC8(24))
@@ -147,7 +173,10 @@ FLASHATTN_EXT_WGMMA_BOTH(256, 32, FLASHATTN_EXT_REGS_128, 128, 129, 130, 131, 13
 #undef FLASHATTN_EXT_WGMMA_RS
 #undef FLASHATTN_EXT_WGMMA_SS
 #undef FLASHATTN_EXT_REGS_128
+#undef FLASHATTN_EXT_REGS_96
 #undef FLASHATTN_EXT_REGS_64
+#undef FLASHATTN_EXT_REGS_56
+#undef FLASHATTN_EXT_REGS_48
 #undef FLASHATTN_EXT_REGS_40
 #undef FLASHATTN_EXT_REGS_32
 #undef FLASHATTN_EXT_ACC8

@@ -12,8 +12,12 @@ cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSched
   switch (tile.bucket) {
     case 64:
       return launch_fwd_bucket<64>(params, tile, schedule, stream);
+    case 96:
+      return launch_fwd_bucket<96>(params, tile, schedule, stream);
     case 128:
       return launch_fwd_bucket<128>(params, tile, schedule, stream);
+    case 192:
+      return launch_fwd_bucket<192>(params, tile, schedule, stream);
     case 256:
       return launch_fwd_bucket<256>(params, tile, schedule, stream);
   }

@@ -5,32 +5,57 @@
 
 namespace flashattn_ext::sm90 {
 
+inline constexpr int32_t kAnyLength = INT32_MAX;
+
 // Forward: persistent CTAs of one producer warpgroup and `consumers` of 64 query rows each.
 struct FwdTile {
-  int32_t bucket;   // head-dim bucket: the smallest that holds max(head_dim, head_dim_v)
-  int32_t block_n;  // Bc: keys
+  int32_t bucket, bucket_v;  // holds every head_dim and head_dim_v up to these
+  int32_t block_n;           // Bc: keys
   int32_t consumers;
-  bool q_in_regs;
-
-  static constexpr int32_t kStages = 2;  // K and V tiles in flight
+  int32_t k_stages, v_stages;  // K and V tiles in flight
+  bool q_in_regs;              // Q as A fragments in registers; else read from shared memory
+  bool ping_pong;              // consumers queue their products one after the other
+  bool cross_tile;             // the next tile's first product runs behind this one's last
+  bool tma_store;              // O through shared memory; else from registers
+  bool fixed_reference;        // softmax without a running maximum
+  // The row is for problems of up to so many keys, without and with a causal mask or window.
+  int32_t most_keys, most_keys_masked;
 
   constexpr int32_t block_m() const { return 64 * consumers; }  // Br: query rows
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
-  // Q, kStages tiles each of K and V, and the barriers.
+
+  // Shared memory. A tile is stored as chunks of 64 columns.
+  static constexpr int32_t kTileSlots = 2, kTileSlotBytes = 48;
+  static constexpr int32_t chunk_bytes(int32_t rows) { return 128 * rows; }
+  constexpr int32_t qk_chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t v_chunks() const { return (bucket_v + 63) / 64; }
+  constexpr int32_t num_barriers() const {
+    return 2 * (consumers + k_stages + v_stages + kTileSlots) + 1;
+  }
   constexpr int32_t smem_bytes() const {
-    return 2 * bucket * (block_m() + 2 * kStages * block_n) +
-           8 * (2 * consumers + 4 * kStages + 4) + 8;
+    return chunk_bytes(block_m()) * (qk_chunks() + (tma_store ? v_chunks() : 0)) +
+           chunk_bytes(block_n) * (k_stages * qk_chunks() + v_stages * v_chunks()) +
+           8 * num_barriers() + kTileSlotBytes * kTileSlots;
   }
   constexpr bool operator==(const FwdTile& other) const {
-    return bucket == other.bucket && block_n == other.block_n && consumers == other.consumers &&
-           q_in_regs == other.q_in_regs;
+    return bucket == other.bucket && bucket_v == other.bucket_v && block_n == other.block_n &&
+           consumers == other.consumers && k_stages == other.k_stages &&
+           v_stages == other.v_stages && q_in_regs == other.q_in_regs &&
+           ping_pong == other.ping_pong && cross_tile == other.cross_tile &&
+           tma_store == other.tma_store && fixed_reference == other.fixed_reference &&
+           most_keys == other.most_keys && most_keys_masked == other.most_keys_masked;
   }
 };
 
+// Measurements: docs/tuning.md.
 inline constexpr FwdTile kFwdTiles[] = {
-    {64, 128, 3, false},
-    {128, 128, 2, true},
-    {256, 80, 2, false},
+    {64, 64, 128, 2, 4, 4, true, true, false, true, true, 1024, 4096},
+    {64, 64, 128, 3, 4, 3, false, true, false, true, true, kAnyLength, kAnyLength},
+    {96, 96, 128, 2, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
+    {128, 128, 128, 2, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
+    {192, 128, 128, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {192, 192, 112, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {256, 256, 80, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
 };
 
 }  // namespace flashattn_ext::sm90

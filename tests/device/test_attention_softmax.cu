@@ -163,5 +163,37 @@ const DeviceTest unchanged("softmax.unchanged_maximum", [] {
   check_rows<1>(logits, 1.3f, "an early maximum");
 });
 
+// Rows by their number modulo 8: 0 to 5 have no softmax, which must show in O and the LSE as NaN
+// and never as the 0 and -inf of a row that sees no key, as 6 is; 7 is what it is beside finite
+// rows.
+const DeviceTest not_a_number("softmax.not_a_number", [] {
+  constexpr int kSteps = 3, kRows = 16;
+  std::vector<float> logits = random_logits<1>(kSteps, 3, 7);
+  const Result finite = run<1>(logits, 1.1f);
+  for (int step = 0; step < kSteps; ++step)
+    for (int row = 0; row < kRows; ++row) {
+      float* row_logits = &logits[(step * kRows + row) * kCols];
+      const int kind = row % 8, col = (5 * row + 1) % kCols;
+      if (kind == 2) std::fill_n(row_logits, kCols, NAN);
+      if (kind == 3 || kind == 6) std::fill_n(row_logits, kCols, -INFINITY);
+      if ((kind == 0 && step == 0) || ((kind == 1 || kind == 3) && step == 1))
+        row_logits[col] = NAN;
+      if ((kind == 4 && step == 0) || (kind == 5 && step == 2)) row_logits[col] = INFINITY;
+    }
+  const Result actual = run<1>(logits, 1.1f);
+  const auto check_row = [](const std::vector<float>& got, const std::vector<float>& ordinary,
+                            int width, int row, float of_no_key, const char* what) {
+    for (int i = row * width; i < (row + 1) * width; ++i) {
+      const float wanted = row % 8 < 6 ? NAN : row % 8 == 6 ? of_no_key : ordinary[i];
+      check(std::isnan(wanted) ? std::isnan(got[i]) : got[i] == wanted,
+            "%s of row %d, %d: got %.9g, wanted %.9g", what, row, i % width, got[i], wanted);
+    }
+  };
+  for (int row = 0; row < kRows; ++row) {
+    check_row(actual.out, finite.out, kCols, row, 0.0f, "O");
+    check_row(actual.lse, finite.lse, 4, row, -INFINITY, "lse");
+  }
+});
+
 }  // namespace
 }  // namespace flashattn_ext::testing

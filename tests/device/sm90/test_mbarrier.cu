@@ -1,6 +1,7 @@
 // mbarriers: when a phase is over, and what a wait orders between warps. A wait that ends too early
 // shows as a wrong value, one that does not end as a hang.
 #include "harness.h"
+#include "phase.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 
@@ -9,9 +10,9 @@ namespace {
 
 // ---- Phases, as one thread sees them ----
 
-// What try_wait says of both parities: bit p is set where wait(p) would return.
+// Bit p is set where wait(p) would return.
 __device__ uint32_t parities_over(uint32_t bar) {
-  return (ptx::mbarrier_try_wait(bar, 0) ? 1 : 0) | (ptx::mbarrier_try_wait(bar, 1) ? 2 : 0);
+  return (is_over(bar, 0) ? 1 : 0) | (is_over(bar, 1) ? 2 : 0);
 }
 
 // One thread runs `script` on a fresh barrier, which may note down the parities as it goes on.

@@ -1,19 +1,14 @@
-// Tensor maps and the copies through them: what lands in shared memory, element by element.
-#include "harness.h"
+// Tensor maps and the loads through them: what lands in shared memory, element by element.
+#include "phase.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
-#include "sm90/tensor_map.h"
-#include "swizzle128.h"
+#include "tensor_views.h"
 
 namespace flashattn_ext::testing {
 namespace {
 
 constexpr int kThreads = 128, kBarrierBytes = 8;
-
-struct Coordinates {
-  int col, row, head, batch;
-};
 
 // One CTA copies every box of `boxes`, one after the other, to `result` by way of shared memory,
 // which is all ones before: what the copy engine leaves alone shows.
@@ -43,26 +38,6 @@ __global__ void copy_boxes_kernel(const __grid_constant__ CUtensorMap map, const
   }
 }
 
-// A view of a buffer that is larger than what it shows. Sizes and strides as TensorMapShape has
-// them; `offset` is the first element's.
-struct View {
-  int batch, rows, heads, head_dim;
-  Strides strides;
-  int64_t offset;
-
-  int64_t index(int b, int row, int head, int col) const {
-    return offset + b * strides.batch + row * strides.row + head * strides.head + col;
-  }
-  bool holds(const Coordinates& at) const {
-    return at.col < head_dim && at.row < rows && at.head < heads && at.batch < batch;
-  }
-};
-
-View contiguous(int batch, int rows, int heads, int head_dim) {
-  const int64_t row = int64_t{heads} * head_dim;
-  return {batch, rows, heads, head_dim, {rows * row, row, head_dim}, 0};
-}
-
 std::vector<uint16_t> split_words(const std::vector<uint32_t>& words) {
   std::vector<uint16_t> halves(2 * words.size());
   for (size_t i = 0; i < words.size(); ++i) {
@@ -86,24 +61,14 @@ std::vector<Coordinates> boxes_of(const View& view, int box_rows, int bucket) {
   return boxes;
 }
 
-// Elements hold bits that differ between neighbours, are never 0 and are not all ones; some are
-// infinities and NaN of both types, which must arrive as they are.
-uint16_t element_bits(int64_t i) { return static_cast<uint16_t>(1 + (i * 40503 + i / 64) % 65534); }
-
 void check_view(const View& view, int box_rows, int bucket, Dtype dtype, const char* what) {
-  // Padding all around, of elements that no box may show.
-  const int64_t last = view.index(view.batch - 1, view.rows - 1, view.heads - 1, view.head_dim - 1);
-  std::vector<uint16_t> storage(last + 1 + 4096);
+  std::vector<uint16_t> storage(view.storage_size());
   for (size_t i = 0; i < storage.size(); ++i) storage[i] = element_bits(i);
   const DeviceBuffer<uint16_t> gStorage(storage);
   const std::vector<Coordinates> boxes = boxes_of(view, box_rows, bucket);
   const DeviceBuffer<Coordinates> gBoxes(boxes);
 
-  CUtensorMap map;
-  check_cuda(sm90::encode_tensor_map({gStorage.data() + view.offset, view.batch, view.rows,
-                                      view.heads, view.head_dim, view.strides, box_rows, dtype},
-                                     &map),
-             what);
+  const CUtensorMap map = view.map(gStorage.data(), box_rows, dtype, what);
   const int box_size = box_rows * kChunkCols;
   DeviceBuffer<uint32_t> result(boxes.size() * box_size / 2);
   launch({1, kThreads, 2 * box_size + kBarrierBytes}, copy_boxes_kernel, map, gBoxes.data(),
@@ -116,8 +81,7 @@ void check_view(const View& view, int box_rows, int bucket, Dtype dtype, const c
         Coordinates at = boxes[i];
         at.row += row;
         at.col += col;
-        const uint16_t expected =
-            view.holds(at) ? storage[view.index(at.batch, at.row, at.head, at.col)] : 0;
+        const uint16_t expected = view.holds(at) ? storage[view.index(at)] : 0;
         const uint16_t got = actual[i * box_size + chunked_index(row, col, box_rows)];
         check(
             got == expected,
@@ -133,8 +97,7 @@ void test_layouts() {
   check_view(contiguous(2, 200, 3, 128), 64, 128, kDtype, "contiguous");
   check_view(contiguous(2, 100, 2, 256), 80, 256, kDtype, "contiguous, boxes of 80 rows");
   check_view(contiguous(1, 300, 2, 64), 128, 64, kDtype, "contiguous, boxes of 128 rows");
-  // (batch, heads, rows, head_dim) in memory.
-  check_view({2, 150, 3, 64, {3 * 150 * 64, 64, 150 * 64}, 0}, 64, 64, kDtype, "heads first");
+  check_view(heads_first(2, 150, 3, 64), 64, 64, kDtype, "heads first");
   // The keys of a fused (batch, rows, 3, heads, head_dim) tensor.
   check_view({2, 90, 2, 128, {90 * 3 * 2 * 128, 3 * 2 * 128, 128}, 2 * 128}, 64, 128, kDtype,
              "a slice of fused qkv");
@@ -221,7 +184,7 @@ __global__ void two_boxes_kernel(const __grid_constant__ CUtensorMap map, uint32
     ptx::mbarrier_arrive_expect_tx(bar, 2 * 4 * kBoxWords);
     ptx::tma_load_4d(smem, &map, bar, 0, 0, 0, 0);
     __nanosleep(200000);
-    *early = ptx::mbarrier_try_wait(bar, 0);
+    *early = is_over(bar, 0);
     ptx::tma_load_4d(smem + 4 * kBoxWords, &map, bar, 64, 0, 0, 0);
   }
   __syncthreads();  // the barrier is initialised

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kRows = 64, kThreads = 128;
 constexpr int kRowBytes = 2 * kChunkCols;  // of a chunk
+constexpr uint32_t kMostSharedBytes = 227 * 1024;
 
 enum class Product {
   kSharedABt,     // A B^T, both from shared memory
@@ -86,16 +87,17 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int kk = 0; kk < kDepth / 16; ++kk) {
     const int add = kk != 0 || accumulate;
-    // In 16-byte units. Depth as columns: 32 bytes per step of 16, then the next chunk. Depth as
-    // rows: 16 rows.
-    const uint64_t a_step = kk / 4 * (kRows * kRowBytes >> 4) + kk % 4 * 2;
-    const uint64_t b_step = kk / 4 * (Shape::kBChunkBytes >> 4) + kk % 4 * 2;
+    // Depth as columns: 32 bytes per step of 16, then the next chunk. Depth as rows: 16 rows.
+    const uint32_t a_step = kk / 4 * kRows * kRowBytes + kk % 4 * 32;
+    const uint32_t b_step = kk / 4 * Shape::kBChunkBytes + kk % 4 * 32;
     if constexpr (kProduct == Product::kSharedABt) {
-      ptx::wgmma_ss<Element>(acc, desc_a + a_step, desc_b + b_step, add);
+      ptx::wgmma_ss<Element>(acc, ptx::wgmma_advance(desc_a, a_step),
+                             ptx::wgmma_advance(desc_b, b_step), add);
     } else if constexpr (kProduct == Product::kRegistersABt) {
-      ptx::wgmma_rs<Element, 0>(acc, fragments[kk], desc_b + b_step, add);
+      ptx::wgmma_rs<Element, 0>(acc, fragments[kk], ptx::wgmma_advance(desc_b, b_step), add);
     } else {
-      ptx::wgmma_rs<Element, 1>(acc, fragments[kk], desc_b + kk * (16 * kRowBytes >> 4), add);
+      ptx::wgmma_rs<Element, 1>(acc, fragments[kk], ptx::wgmma_advance(desc_b, kk * 16 * kRowBytes),
+                                add);
     }
   }
   ptx::wgmma_commit();
@@ -134,19 +136,21 @@ void test_product(const char* what) {
   }
 }
 
-// S = Q K^T of one, two and four chunks.
+// S = Q K^T of one chunk, one and a half, two and four.
 template <typename Element, Product kProduct, int kN>
 void test_abt() {
   test_product<Element, kProduct, kN, 64>("a depth of 64");
+  test_product<Element, kProduct, kN, 96>("a depth of 96");
   test_product<Element, kProduct, kN, 128>("a depth of 128");
   test_product<Element, kProduct, kN, 256>("a depth of 256");
 }
 
-// O = P V with blocks of 64, 80 and 128 keys.
+// O = P V with blocks of 64, 80, 112 and 128 keys.
 template <typename Element, int kN>
 void test_ab() {
   test_product<Element, Product::kRegistersAB, kN, 64>("a depth of 64");
   test_product<Element, Product::kRegistersAB, kN, 80>("a depth of 80");
+  test_product<Element, Product::kRegistersAB, kN, 112>("a depth of 112");
   test_product<Element, Product::kRegistersAB, kN, 128>("a depth of 128");
 }
 
@@ -156,30 +160,77 @@ constexpr Product kShared = Product::kSharedABt, kRegisters = Product::kRegister
 
 const HopperTest ss_bf16_64("ptx.wgmma_ss.bfloat16.64", test_abt<BFloat16, kShared, 64>);
 const HopperTest ss_bf16_80("ptx.wgmma_ss.bfloat16.80", test_abt<BFloat16, kShared, 80>);
+const HopperTest ss_bf16_96("ptx.wgmma_ss.bfloat16.96", test_abt<BFloat16, kShared, 96>);
+const HopperTest ss_bf16_112("ptx.wgmma_ss.bfloat16.112", test_abt<BFloat16, kShared, 112>);
 const HopperTest ss_bf16_128("ptx.wgmma_ss.bfloat16.128", test_abt<BFloat16, kShared, 128>);
+const HopperTest ss_bf16_192("ptx.wgmma_ss.bfloat16.192", test_abt<BFloat16, kShared, 192>);
 const HopperTest ss_bf16_256("ptx.wgmma_ss.bfloat16.256", test_abt<BFloat16, kShared, 256>);
 const HopperTest ss_fp16_64("ptx.wgmma_ss.float16.64", test_abt<Float16, kShared, 64>);
 const HopperTest ss_fp16_80("ptx.wgmma_ss.float16.80", test_abt<Float16, kShared, 80>);
+const HopperTest ss_fp16_96("ptx.wgmma_ss.float16.96", test_abt<Float16, kShared, 96>);
+const HopperTest ss_fp16_112("ptx.wgmma_ss.float16.112", test_abt<Float16, kShared, 112>);
 const HopperTest ss_fp16_128("ptx.wgmma_ss.float16.128", test_abt<Float16, kShared, 128>);
+const HopperTest ss_fp16_192("ptx.wgmma_ss.float16.192", test_abt<Float16, kShared, 192>);
 const HopperTest ss_fp16_256("ptx.wgmma_ss.float16.256", test_abt<Float16, kShared, 256>);
 
 const HopperTest rs_bf16_64("ptx.wgmma_rs.bfloat16.64", test_abt<BFloat16, kRegisters, 64>);
 const HopperTest rs_bf16_80("ptx.wgmma_rs.bfloat16.80", test_abt<BFloat16, kRegisters, 80>);
+const HopperTest rs_bf16_96("ptx.wgmma_rs.bfloat16.96", test_abt<BFloat16, kRegisters, 96>);
+const HopperTest rs_bf16_112("ptx.wgmma_rs.bfloat16.112", test_abt<BFloat16, kRegisters, 112>);
 const HopperTest rs_bf16_128("ptx.wgmma_rs.bfloat16.128", test_abt<BFloat16, kRegisters, 128>);
+const HopperTest rs_bf16_192("ptx.wgmma_rs.bfloat16.192", test_abt<BFloat16, kRegisters, 192>);
 const HopperTest rs_bf16_256("ptx.wgmma_rs.bfloat16.256", test_abt<BFloat16, kRegisters, 256>);
 const HopperTest rs_fp16_64("ptx.wgmma_rs.float16.64", test_abt<Float16, kRegisters, 64>);
 const HopperTest rs_fp16_80("ptx.wgmma_rs.float16.80", test_abt<Float16, kRegisters, 80>);
+const HopperTest rs_fp16_96("ptx.wgmma_rs.float16.96", test_abt<Float16, kRegisters, 96>);
+const HopperTest rs_fp16_112("ptx.wgmma_rs.float16.112", test_abt<Float16, kRegisters, 112>);
 const HopperTest rs_fp16_128("ptx.wgmma_rs.float16.128", test_abt<Float16, kRegisters, 128>);
+const HopperTest rs_fp16_192("ptx.wgmma_rs.float16.192", test_abt<Float16, kRegisters, 192>);
 const HopperTest rs_fp16_256("ptx.wgmma_rs.float16.256", test_abt<Float16, kRegisters, 256>);
 
 const HopperTest trans_bf16_64("ptx.wgmma_rs.trans_b.bfloat16.64", test_ab<BFloat16, 64>);
 const HopperTest trans_bf16_80("ptx.wgmma_rs.trans_b.bfloat16.80", test_ab<BFloat16, 80>);
+const HopperTest trans_bf16_96("ptx.wgmma_rs.trans_b.bfloat16.96", test_ab<BFloat16, 96>);
+const HopperTest trans_bf16_112("ptx.wgmma_rs.trans_b.bfloat16.112", test_ab<BFloat16, 112>);
 const HopperTest trans_bf16_128("ptx.wgmma_rs.trans_b.bfloat16.128", test_ab<BFloat16, 128>);
+const HopperTest trans_bf16_192("ptx.wgmma_rs.trans_b.bfloat16.192", test_ab<BFloat16, 192>);
 const HopperTest trans_bf16_256("ptx.wgmma_rs.trans_b.bfloat16.256", test_ab<BFloat16, 256>);
 const HopperTest trans_fp16_64("ptx.wgmma_rs.trans_b.float16.64", test_ab<Float16, 64>);
 const HopperTest trans_fp16_80("ptx.wgmma_rs.trans_b.float16.80", test_ab<Float16, 80>);
+const HopperTest trans_fp16_96("ptx.wgmma_rs.trans_b.float16.96", test_ab<Float16, 96>);
+const HopperTest trans_fp16_112("ptx.wgmma_rs.trans_b.float16.112", test_ab<Float16, 112>);
 const HopperTest trans_fp16_128("ptx.wgmma_rs.trans_b.float16.128", test_ab<Float16, 128>);
+const HopperTest trans_fp16_192("ptx.wgmma_rs.trans_b.float16.192", test_ab<Float16, 192>);
 const HopperTest trans_fp16_256("ptx.wgmma_rs.trans_b.float16.256", test_ab<Float16, 256>);
+
+// ---- Descriptors ----
+
+// A descriptor that is moved on is the one made for the place it comes to, wherever in shared
+// memory the tile lies and whatever its chunks. Thread by thread, in units of 1024 bytes, of where
+// a tile may begin; the steps are those of 16 columns and of 16 rows.
+__global__ void advance_kernel(int* errors) {
+  const uint32_t base = 1024 * threadIdx.x;
+  int wrong = 0;
+  for (const uint32_t leading : {0u, 8192u, 14336u, 16384u, 32768u}) {
+    const uint64_t descriptor = ptx::wgmma_descriptor(base, leading);
+    for (uint32_t bytes = 0; base + bytes < kMostSharedBytes; bytes += 32) {
+      wrong +=
+          ptx::wgmma_advance(descriptor, bytes) != ptx::wgmma_descriptor(base + bytes, leading);
+    }
+    // In two steps as in one.
+    wrong += ptx::wgmma_advance(ptx::wgmma_advance(descriptor, 96), 2048) !=
+             ptx::wgmma_advance(descriptor, 2144);
+  }
+  errors[threadIdx.x] = wrong;
+}
+
+const HopperTest advance("ptx.wgmma_advance", [] {
+  constexpr int kTilePlaces = kMostSharedBytes / 1024;
+  DeviceBuffer<int> errors(kTilePlaces);
+  launch({1, kTilePlaces}, advance_kernel, errors.data());
+  check_equal(errors.to_host(), std::vector<int>(kTilePlaces, 0), kTilePlaces,
+              "wrong descriptors at (0, start in KB)");
+});
 
 }  // namespace
 }  // namespace flashattn_ext::testing
