@@ -10,7 +10,8 @@
 // its range, and `settle` makes good what did. It needs that every row has a reference.
 //
 // A warp's 16 rows; row g + 8*half of lane 4g+t is [half]. Every decision is taken per row, and the
-// warp votes only on whether there is something to do: in a step, a row's bits depend on no other.
+// warp votes only on whether there is something to do: in a step, a row's bits depend on no other,
+// and an ignored row has no say in any vote.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,6 +50,9 @@ struct LazySoftmax {
 
   __device__ __forceinline__ LazySoftmax()
       : reference{-INFINITY, -INFINITY}, row_sum{0, 0}, rescale{1, 1}, must_rescale(false) {}
+
+  // A row of which nothing is stored, whatever its logits: P = 0 (or not a number), and no move.
+  __device__ __forceinline__ void ignore_row(int half) { reference[half] = INFINITY; }
 
   // Logits to unnormalised probabilities, in place; apply_rescale is to follow.
   template <int kNTiles>

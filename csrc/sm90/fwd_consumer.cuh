@@ -102,7 +102,7 @@ class FwdConsumer {
   // Every key block of a tile but the last product: from S of the last block, which is done, to P
   // of the first.
   __device__ __forceinline__ void attend() {
-    softmax = {};
+    start_softmax();
     tile::clear(acc_o);
     zero_v_tail();
     const KeyBlocks keys = key_blocks();
@@ -129,7 +129,7 @@ class FwdConsumer {
       }
       if (n_block < keys.first) break;
       masked_begin = keys.first;  // what will be left lies at a window's left edge
-      // Rows may lack a reference where logits are -inf, and have just got one in the first block.
+      // A row lacks a reference where all its logits so far are -inf.
       bool fixed = kTile.fixed_reference && softmax.all_have_reference();
 #pragma unroll 1
       for (; n_block >= keys.open_begin; --n_block) {
@@ -142,7 +142,8 @@ class FwdConsumer {
           ptx::wgmma_wait<0>();
           finish_pv();
           pack();
-          // Rows that grow fast go on exactly, as long as they do: so the worst case costs little.
+          // Where a row grew, the warp goes on with exact steps until none does: the worst case
+          // costs little more than a maximum per block.
           fixed = !softmax.settle(part, acc_s[0], p, acc_o, transform.log2_scale,
                                   [&](int j, float(&logits)[4]) { recompute_logits(j, logits); });
           release(n_block == keys.first);
@@ -177,6 +178,17 @@ class FwdConsumer {
         transform.in_place ? first : max((band.end_key(row0) - 1) / kBlockN, first);
     return {ptx::uniform(first), ptx::uniform(tile.blocks.end - 1), ptx::uniform(open_begin),
             ptx::uniform(open_end)};
+  }
+
+  // Rows behind the sequence's end hold another's queries, or anything.
+  __device__ __forceinline__ void start_softmax() {
+    softmax = {};
+    const FwdTileInfo tile = queue.tile();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row(tile.m0) + tile::acc_row(lane(), 2 * half);
+      if (row >= tile.seqlen_q) softmax.ignore_row(half);
+    }
   }
 
   __device__ __forceinline__ void masked_softmax(int n_block) {

@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -16,13 +17,16 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// ---- ex2, rcp ----
+// ---- ex2, lg2, rcp ----
 
 struct Ex2 {
   static __device__ float apply(float x) { return ptx::ex2_approx(x); }
 };
 struct Rcp {
   static __device__ float apply(float x) { return ptx::rcp_approx(x); }
+};
+struct Lg2 {
+  static __device__ float apply(float x) { return ptx::lg2_approx(x); }
 };
 
 template <typename Function>
@@ -67,6 +71,25 @@ const DeviceTest ex2_special("ptx.ex2_approx.special_values", [] {
     check(y[i] == expected[i], "special value %d: got %g, wanted %g", i, y[i], expected[i]);
   }
   check(std::isnan(y[8]), "ex2(NaN): got %g", y[8]);
+});
+
+const DeviceTest lg2("ptx.lg2_approx", [] {
+  std::vector<float> x = {0.5f, 2.0f};
+  for (int exponent = -60; exponent <= 60; ++exponent)
+    for (int i = 0; i < 64; ++i) x.push_back(std::ldexp(1.0f + i / 64.0f, exponent));
+  const std::vector<float> y = map<Lg2>(x);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double expected = std::log2(static_cast<double>(x[i]));
+    const double tolerance = kRelativeError * std::max(1.0, std::abs(expected));
+    check(std::abs(y[i] - expected) <= tolerance, "lg2(%.9g): got %.9g, wanted %.9g within %.3g",
+          x[i], y[i], expected, tolerance);
+  }
+});
+
+const DeviceTest lg2_special("ptx.lg2_approx.special_values", [] {
+  const std::vector<float> y = map<Lg2>({kInf, 0.0f, 1.0f, kNan});
+  check(y[0] == kInf && y[1] == -kInf && y[2] == 0.0f && std::isnan(y[3]),
+        "lg2 of inf, 0, 1, NaN: got %g, %g, %g, %g", y[0], y[1], y[2], y[3]);
 });
 
 const DeviceTest rcp("ptx.rcp_approx", [] {
@@ -152,6 +175,21 @@ const DeviceTest opaque("ptx.opaque", [] {
   for (int lane = 0; lane < 32; ++lane) expected[lane] = 3 * lane - 5;
   DeviceBuffer<int> values(32);
   launch({}, opaque_kernel, values.data());
+  check_equal(values.to_host(), expected, 32, "values");
+});
+
+// ---- uniform ----
+
+__global__ void uniform_kernel(int* values) {
+  const int warp_idx = static_cast<int>(threadIdx.x) / 32;
+  values[threadIdx.x] = ptx::uniform(warp_idx * 0x01010101 - 7);
+}
+
+const DeviceTest uniform("ptx.uniform", [] {
+  std::vector<int> expected(128);
+  for (int i = 0; i < 128; ++i) expected[i] = i / 32 * 0x01010101 - 7;
+  DeviceBuffer<int> values(128);
+  launch({1, 128}, uniform_kernel, values.data());
   check_equal(values.to_host(), expected, 32, "values");
 });
 
