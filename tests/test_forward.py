@@ -47,6 +47,14 @@ def test_every_head_dim(device_plan, head_dim, dtype):
     check_forward(case, *device_plan)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [1024, 1025, 4096, 4097])
+def test_lengths_at_which_tiles_change(device_plan, keys, causal):
+    """On Hopper, head dim 64 has tiles for short and for long sequences."""
+    options = Options(causal=causal)
+    check_forward(Case(head_dim=64, seqlen_q=300, seqlen_k=keys, options=options), *device_plan)
+
+
 SHAPES = [
     Case(
         head_dim=row["head_dim"],

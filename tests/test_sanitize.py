@@ -35,6 +35,22 @@ DENSE = [
         (256, torch.bfloat16, Options(softcap=10.0)),
     )
 ]
+# Rows of the Hopper tile table that the lengths above do not reach.
+LONG = Case(
+    head_dim=64, seqlen_q=200, seqlen_k=1100, batch=1, heads_q=1, heads_k=1, dtype=torch.bfloat16
+)
+NARROW_VALUES = Case(
+    head_dim=192,
+    head_dim_v=128,
+    seqlen_q=130,
+    seqlen_k=140,
+    batch=1,
+    heads_q=2,
+    heads_k=1,
+    dtype=torch.bfloat16,
+    options=Options(causal=True),
+)
+DENSE += [LONG, NARROW_VALUES]
 
 
 PACKED = [

@@ -2,9 +2,9 @@
 
     python -m tools.check_sass MODULE.so [--table]
 
-A kernel named in `tools/sass_expectation.txt` holds at least the stated numbers of instructions.
-Local loads and stores (LDL, STL: spills, or an array that did not stay in registers) stay within
-`tools/ptxas_allowance.txt`.
+A kernel named in `tools/sass_expectation.txt` holds at least the stated numbers of instructions,
+and each of its key loops at most. Local loads and stores (LDL, STL: spills, or an array that did
+not stay in registers) stay within `tools/ptxas_allowance.txt`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,63 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import check_ptxas
-from tools.sass import Kernel, disassemble, parse
+from tools.sass import Kernel, disassemble, natural_loops, parse
 
 EXPECTATION = Path(__file__).with_name("sass_expectation.txt")
 LOCAL_BYTES = 4  # the least that one LDL or STL moves
 
-Expectation = list[tuple[re.Pattern[str], dict[str, int]]]  # rows: kernel pattern, least counts
+BOUND = re.compile(r"(?:(?P<least>\w+)>=|loop\.(?P<most>\w+)<=)(?P<count>\d+)")
 
 
-def read_expectation(text: str) -> Expectation:
+@dataclass
+class Row:
+    """What the expectation file says of the kernels whose name a pattern is found in."""
+
+    pattern: re.Pattern[str]
+    least: dict[str, int] = field(default_factory=dict)  # of the whole kernel
+    most: dict[str, int] = field(default_factory=dict)  # of each key loop
+
+
+def read_expectation(text: str) -> list[Row]:
     """Rows of the expectation file; format in its own header."""
     rows = []
     for line in text.splitlines():
         pattern, *bounds = line.partition("#")[0].split() or [""]
-        if pattern:
-            least = {opcode: int(count) for opcode, _, count in (b.partition(">=") for b in bounds)}
-            rows.append((re.compile(pattern), least))
+        if not pattern:
+            continue
+        row = Row(re.compile(pattern))
+        for bound in bounds:
+            match = BOUND.fullmatch(bound)
+            if match is None:
+                raise ValueError(f"'{bound}' is neither OPCODE>=N nor loop.OPCODE<=N: {line}")
+            kind = row.least if match["least"] else row.most
+            kind[match["least"] or match["most"]] = int(match["count"])
+        rows.append(row)
     return rows
+
+
+def key_loops(code: Kernel) -> list[Counter[str]]:
+    """Instructions by opcode of each loop over blocks of keys of a kernel of warpgroup products.
+
+    Such a loop holds products and more special functions than these (the exponentials), and no
+    other loop that does.
+    """
+    loops = []
+    for loop in natural_loops(code):
+        counts = Counter(instruction.opcode for instruction in loop)
+        if counts["MUFU"] > counts["HGMMA"] > 0:
+            loops.append(({instruction.address for instruction in loop}, counts))
+    return [counts for body, counts in loops if not any(other < body for other, _ in loops)]
 
 
 def findings(
     codes: list[Kernel],
-    expectation: Expectation,
+    expectation: list[Row],
     allowance: check_ptxas.Allowance,
 ) -> list[str]:
     """How the kernels depart from what is expected."""
@@ -47,16 +79,27 @@ def findings(
         if local > allowed:
             moved = f"moves {local} bytes or more through local memory, allowed {allowed}"
             found.append(f"{code.name} ({code.arch}) {moved}")
-    for pattern, least in expectation:
-        named = [code for code in codes if pattern.search(code.name)]
+    for row in expectation:
+        named = [code for code in codes if row.pattern.search(code.name)]
         if not named:  # a renamed kernel must not go unchecked
-            found.append(f"no kernel of this module is named like {pattern.pattern}")
+            found.append(f"no kernel of this module is named like {row.pattern.pattern}")
         found += [
             f"{code.name} ({code.arch}) holds {code.counts[opcode]} {opcode}, expected {count}"
             for code in named
-            for opcode, count in least.items()
+            for opcode, count in row.least.items()
             if code.counts[opcode] < count
         ]
+        for code in named if row.most else ():
+            loops = key_loops(code)
+            if not loops:
+                found.append(f"{code.name} ({code.arch}) has no key loop to check")
+            found += [
+                f"{code.name} ({code.arch}): a key loop holds {counts[opcode]} {opcode}, "
+                f"at most {count} expected"
+                for counts in loops
+                for opcode, count in row.most.items()
+                if counts[opcode] > count
+            ]
     return found
 
 

@@ -31,6 +31,7 @@ CONVERSION = re.compile(r"[FI]2[FI]|FRND|MATCH")
 # What is first and a register in these is read.
 READS_FIRST = {"BAR", "BRX", "CALL", "JMP", "JMX", "NANOSLEEP", "RET", "WARPSYNC"}
 WRITES_PREDICATES = re.compile(r"SETP|FCHK")
+LEAVES_BLOCK = {"BRA", "BRX", "EXIT", "JMP", "KILL", "RET"}
 WARP_MMA_WIDTHS = (4, 4, 2, 4)  # D, A, B and C of m16n8k16 with fp32 sums, the widest
 
 
@@ -106,6 +107,75 @@ def parse(text: str) -> list[Kernel]:
                 )
             )
     return kernels
+
+
+def natural_loops(kernel: Kernel) -> list[list[Instruction]]:
+    """The instructions of each loop: of a jump back to a place that every path to it has passed.
+
+    Waiting loops that the compiler puts behind the code, and that jump back into it, are none.
+    """
+    code = kernel.instructions
+    place = {instruction.address: i for i, instruction in enumerate(code)}
+    targets = [jump_target(instruction, place) for instruction in code]
+    leaders = {0, *(target for target in targets if target is not None)}
+    leaders |= {i + 1 for i, instruction in enumerate(code) if instruction.opcode in LEAVES_BLOCK}
+    starts = sorted(leader for leader in leaders if leader < len(code))
+    block_of = {start: number for number, start in enumerate(starts)}
+    ends = [*starts[1:], len(code)]
+
+    successors: list[list[int]] = []
+    for number, end in enumerate(ends):
+        last, target = code[end - 1], targets[end - 1]
+        following = [] if target is None else [block_of[target]]
+        if not ends_path(last) and number + 1 < len(starts):
+            following.append(number + 1)
+        successors.append(following)
+    predecessors: list[list[int]] = [[] for _ in starts]
+    for number, following in enumerate(successors):
+        for successor in following:
+            predecessors[successor].append(number)
+
+    everything = set(range(len(starts)))
+    dominators = [{0}, *(everything for _ in starts[1:])]
+    changed = True
+    while changed:
+        changed = False
+        for number in range(1, len(starts)):
+            before = [dominators[other] for other in predecessors[number]]
+            now = {number} | (set.intersection(*before) if before else set())
+            if now != dominators[number]:
+                dominators[number], changed = now, True
+
+    loops = []
+    for number, following in enumerate(successors):
+        for head in following:
+            if head not in dominators[number]:
+                continue
+            body, waiting = {head, number}, [number]
+            while waiting:
+                block = waiting.pop()
+                if block != head:
+                    new = set(predecessors[block]) - body
+                    body |= new
+                    waiting += new
+            loops.append(
+                [line for block in sorted(body) for line in code[starts[block] : ends[block]]]
+            )
+    return loops
+
+
+def jump_target(instruction: Instruction, place: dict[int, int]) -> int | None:
+    """Index of the instruction that a BRA names."""
+    if instruction.opcode != "BRA" or not instruction.operands[-1].startswith("0x"):
+        return None
+    return place.get(int(instruction.operands[-1], 16))
+
+
+def ends_path(instruction: Instruction) -> bool:
+    """Never goes on to the next instruction."""
+    if instruction.guard or instruction.opcode not in LEAVES_BLOCK:
+        return False
+    return instruction.opcode != "BRA" or len(instruction.operands) == 1
 
 
 def register_range(operand: str, count: int) -> set[int]:
