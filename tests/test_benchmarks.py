@@ -12,6 +12,7 @@ import torch._functorch.config
 from benchmarks import (
     baselines,
     bench_attention,
+    bench_growth,
     bench_memory,
     bench_overhead,
     comparison,
@@ -314,3 +315,25 @@ def test_matrix_bytes():
 def test_geometric_mean():
     assert math.isclose(comparison.geometric_mean([0.5, 2.0, 8.0]), 2.0)
     assert math.isnan(comparison.geometric_mean([]))
+
+
+def test_the_price_of_growth(call_once):
+    lines = bench_growth.measure(head_dims=(64,), seqlen=256, device="cpu")
+    assert [line["value"] for line in lines] == [1.0] * len(bench_growth.RATES)
+    assert {line["verdict"] for line in lines} == {"yes"}
+
+
+def test_logits_climb_towards_the_first_key():
+    problem = dataclasses.replace(problems.dense(64, 256, False), batch=1, heads_q=2, heads_k=2)
+    inputs = bench_growth.climbing(problems.make_inputs(problem, "cpu").detached(), 20)
+    q, k = (t[0, :, 1].double() for t in (inputs.q, inputs.k))
+    logits = (q @ k.T / math.sqrt(64)).mean(0)
+    expected = (256 - torch.arange(256.0, dtype=torch.float64)) * 20 / 128
+    torch.testing.assert_close(logits, expected, rtol=5e-3, atol=0.1)
+
+
+def test_a_wrong_result_on_growing_logits_has_no_price():
+    problem = dataclasses.replace(problems.dense(64, 128, False), batch=1, heads_q=2, heads_k=2)
+    inputs = problems.make_inputs(problem, "cpu").detached()
+    with pytest.raises(AssertionError, match="relative error"):
+        bench_growth.check(problem, inputs, torch.zeros_like(inputs.v), "usual")
