@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import problems
+from benchmarks import problems, records
 from benchmarks.baselines import IMPLEMENTATIONS
 from benchmarks.problems import Problem
 
@@ -57,16 +57,15 @@ def measure(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
         extra, matrix = peak_extra_bytes(problem), matrix_bytes(problem)
         print(f"{seqlen:>8} {extra / 2**20:10.2f} {extra / seqlen:12.1f} {matrix / 2**20:14.1f}")
         lines.append(
-            {
-                "kind": "claim",
-                "claim": f"peak_extra_memory_n{seqlen}",
-                "source": "benchmarks/bench_memory.py",
-                "value": extra,
-                "unit": "bytes",
-                "matrix_bytes": matrix,
-                "verdict": "yes" if extra < matrix / 10 else "no",
+            records.claim(
+                f"peak_extra_memory_n{seqlen}",
+                extra,
+                "bytes",
+                holds=extra < matrix / 10,
+                source="benchmarks/bench_memory.py",
+                matrix_bytes=matrix,
                 **problem.fields(),
-            }
+            )
         )
     per_token = [line["value"] / line["seqlen_q"] for line in lines]
     if max(per_token) > 1.25 * min(per_token):

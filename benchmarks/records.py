@@ -106,6 +106,21 @@ def complete(environment: Environment, line: dict[str, Any]) -> dict[str, Any]:
     return {"kind": kind, **dataclasses.asdict(environment), **line}
 
 
+def claim(
+    name: str, value: float, unit: str, *, holds: bool, source: str, **fields: Any
+) -> dict[str, Any]:
+    """A line that says whether a measured value is what it should be; `source` measures it."""
+    return {
+        "kind": "claim",
+        "claim": name,
+        "source": source,
+        "value": value,
+        "unit": unit,
+        "verdict": "yes" if holds else "no",
+        **fields,
+    }
+
+
 def append(
     environment: Environment, lines: Iterable[dict[str, Any]], path: Path | None = None
 ) -> Path:

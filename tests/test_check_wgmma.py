@@ -3,26 +3,13 @@
 import re
 
 import pytest
+from sass_listing import listing
 
 from tools import check_wgmma, sass
 
 S = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0"  # sums R24-R31
 O = "HGMMA.64x16x16.F32.BF16 R40, R56, gdesc[UR8].tnspB, R40, gsb0"  # sums R40-R47, A R56-R59
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x{}"
-
-
-def listing(*lines):
-    """cuobjdump's text of one kernel; `name:` labels the next instruction, `{name}` names it."""
-    labels, code = {}, []
-    for line in lines:
-        if line.endswith(":"):
-            labels[line[:-1]] = hex(16 * len(code))
-        else:
-            code.append(line)
-    text = [
-        f"\t/*{16 * i:04x}*/  {line.format(**labels)} ;  /* 0x0 */" for i, line in enumerate(code)
-    ]
-    return "\n".join(["arch = sm_90a", "\t\tFunction : fwd_kernel", *text])
 
 
 def findings(*lines):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from sass_listing import listing
 
 from tools import check_layers, check_links, check_ptxas, check_sass, sass
 
@@ -189,38 +190,37 @@ def test_sass_expectation(expectation, allowance, wanted):
 
 
 # A tile loop around two key loops, and a waiting loop behind the code that jumps back into one.
-LOOPS = [
+LOOPS = listing(
     "LDC R1, c[0x0][0x28]",
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R2",  # 0x10: the tile loop
-    "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4], RZ, !UPT",  # 0x20: the first key loop
+    "tiles:",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R2",  # 0x10
+    "first:",
+    "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4], RZ, !UPT",  # 0x20
     "R2UR UR4, R3",
-    "@!P0 BRA 0x110",
+    "@!P0 BRA {wait}",
+    "waited:",
     "MUFU.EX2 R24, R24",  # 0x50
     "MUFU.EX2 R25, R25",
-    "@P1 BRA 0x20",
-    "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4], RZ, !UPT",  # 0x80: the second
+    "@P1 BRA {first}",
+    "second:",
+    "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4], RZ, !UPT",  # 0x80
     "MUFU.EX2 R24, R24",
     "MUFU.EX2 R25, R25",
     "LDL R7, [R1]",
-    "@P1 BRA 0x80",
+    "@P1 BRA {second}",
     "HGMMA.64x64x16.F32.BF16 R24, R152, gdesc[UR4], RZ, !UPT",
     "STL [R1], R7",
-    "@P2 BRA 0x10",
+    "@P2 BRA {tiles}",
     "EXIT",
+    "wait:",
     "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R2",  # 0x110
-    "@!P0 BRA 0x110",
-    "BRA 0x50",
-]
-
-
-def kernel_of(lines):
-    text = [f"        /*{16 * i:04x}*/  {line} ;  /* 0x0 */" for i, line in enumerate(lines)]
-    (kernel,) = sass.parse("\n".join(["arch = sm_90a", "\t\tFunction : fwd_kernel", *text]))
-    return kernel
+    "@!P0 BRA {wait}",
+    "BRA {waited}",
+)
 
 
 def test_loops_of_machine_code():
-    kernel = kernel_of(LOOPS)
+    (kernel,) = sass.parse(LOOPS)
     bodies = [sorted(line.address for line in loop) for loop in sass.natural_loops(kernel)]
     wait = [0x110, 0x120]
     first = [*range(0x20, 0x80, 0x10), *wait, 0x130]
@@ -242,14 +242,16 @@ def test_loops_of_machine_code():
 def test_bounds_of_key_loops(bounds, wanted):
     allowance = check_ptxas.read_allowance("8 * fwd")
     expectation = check_sass.read_expectation(f"fwd {bounds}")
-    found = check_sass.findings([kernel_of(LOOPS)], expectation, allowance)
+    found = check_sass.findings(sass.parse(LOOPS), expectation, allowance)
     assert len(found) == (wanted is not None)
     assert not wanted or wanted in found[0]
 
 
 def test_a_kernel_without_key_loops_is_noticed():
     expectation = check_sass.read_expectation("fwd loop.LDL<=0")
-    found = check_sass.findings([kernel_of(["EXIT"])], expectation, check_ptxas.read_allowance(""))
+    found = check_sass.findings(
+        sass.parse(listing("EXIT")), expectation, check_ptxas.read_allowance("")
+    )
     assert found == ["fwd_kernel (sm_90a) has no key loop to check"]
 
 

@@ -11,14 +11,16 @@ import compare
 import pytest
 import reference
 import torch
+from cases import HALF_TYPES
 
+from benchmarks import bench_growth
 from flashattn_ext import flash_attn_func, flash_attn_varlen_func
 
 RATES = [1.0, 8.0, 20.0, 60.0, 100.0, 300.0]
 
 
 def half_types(device):
-    return [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float32]
+    return HALF_TYPES if device == "cuda" else [torch.float32]
 
 
 def check(q, k, v, plan=None, **options):
@@ -42,10 +44,7 @@ def check(q, k, v, plan=None, **options):
 def ramp(keys, head_dim, rate, device, dtype):
     """q, k, v whose logits climb by `rate` nats per 128 keys towards the first key."""
     q, k, v = (torch.randn(1, n, 2, head_dim, device=device) for n in (150, keys, keys))
-    q, k = 0.01 * q, 0.01 * k
-    q[..., 0] = 1.0
-    climb = (keys - torch.arange(keys, device=device)) * (rate / 128 * math.sqrt(head_dim))
-    k[..., 0] = climb[None, :, None]
+    q, k = bench_growth.climbing(q, k, rate)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

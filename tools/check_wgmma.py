@@ -24,14 +24,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools import check_ptxas
-from tools.sass import Instruction, Kernel, disassemble, parse, register_range, registers
+from tools.sass import (
+    ADDRESS,
+    ENDS_BLOCK,
+    JUMPS,
+    Instruction,
+    Kernel,
+    disassemble,
+    goes_on,
+    jump_target,
+    parse,
+    register_range,
+    registers,
+)
 
 WGMMA = re.compile(r"[A-Z]GMMA$")
 SHAPE = re.compile(r"64x(\d+)x\d+")  # m64nNkK
 INPUT_REGISTERS = 4  # operand A: m64kK over 128 threads is 4 registers for every type
-ADDRESS = re.compile(r"0x[0-9a-f]+$")
-JUMPS = {"BRA", "BRX", "CALL", "JMP", "JMX"}
-ENDS_BLOCK = JUMPS | {"EXIT", "KILL", "RET", "WARPSYNC"}
 MAX_CALL_DEPTH = 8
 MAX_SHOWN = 20  # findings of one kernel
 
@@ -124,10 +133,7 @@ class Program:
 
     def target(self, instruction: Instruction) -> int | None:
         """Index of the instruction that a jump or call names, if it names one of this kernel."""
-        if instruction.opcode not in ENDS_BLOCK or not instruction.operands:
-            return None
-        operand = instruction.operands[-1]
-        return self.index.get(int(operand, 16)) if ADDRESS.match(operand) else None
+        return jump_target(instruction, self.index)
 
     def block(self, start: int) -> range:
         """Indices from `start` to the end of its basic block."""
@@ -151,13 +157,9 @@ class Program:
     def falls_through(self, point: Point) -> bool:
         """Whether control may go on with the instruction behind this one."""
         instruction = self.code[point.at]
-        if instruction.guard or instruction.opcode not in ENDS_BLOCK:
-            return True
-        if instruction.opcode == "BRA":  # `BRA P1, 0x10` and `BRA.DIV UR4, 0x10` are conditional
-            return bool(instruction.modifiers) or len(instruction.operands) > 1
-        if instruction.opcode == "CALL":  # of a function elsewhere, which returns here
+        if instruction.opcode == "CALL" and not instruction.guard:  # a function elsewhere returns
             return self.is_unknown(point)
-        return instruction.opcode == "WARPSYNC"
+        return goes_on(instruction)
 
     def successors(self, point: Point) -> Iterator[Point]:
         """Where control may go after this instruction."""

@@ -31,7 +31,9 @@ CONVERSION = re.compile(r"[FI]2[FI]|FRND|MATCH")
 # What is first and a register in these is read.
 READS_FIRST = {"BAR", "BRX", "CALL", "JMP", "JMX", "NANOSLEEP", "RET", "WARPSYNC"}
 WRITES_PREDICATES = re.compile(r"SETP|FCHK")
-LEAVES_BLOCK = {"BRA", "BRX", "EXIT", "JMP", "KILL", "RET"}
+ADDRESS = re.compile(r"0x[0-9a-f]+$")
+JUMPS = {"BRA", "BRX", "CALL", "JMP", "JMX"}
+ENDS_BLOCK = JUMPS | {"EXIT", "KILL", "RET", "WARPSYNC"}
 WARP_MMA_WIDTHS = (4, 4, 2, 4)  # D, A, B and C of m16n8k16 with fp32 sums, the widest
 
 
@@ -115,10 +117,10 @@ def natural_loops(kernel: Kernel) -> list[list[Instruction]]:
     Waiting loops that the compiler puts behind the code, and that jump back into it, are none.
     """
     code = kernel.instructions
-    place = {instruction.address: i for i, instruction in enumerate(code)}
-    targets = [jump_target(instruction, place) for instruction in code]
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    targets = [jump_target(instruction, index) for instruction in code]
     leaders = {0, *(target for target in targets if target is not None)}
-    leaders |= {i + 1 for i, instruction in enumerate(code) if instruction.opcode in LEAVES_BLOCK}
+    leaders |= {i + 1 for i, instruction in enumerate(code) if instruction.opcode in ENDS_BLOCK}
     starts = sorted(leader for leader in leaders if leader < len(code))
     block_of = {start: number for number, start in enumerate(starts)}
     ends = [*starts[1:], len(code)]
@@ -126,8 +128,9 @@ def natural_loops(kernel: Kernel) -> list[list[Instruction]]:
     successors: list[list[int]] = []
     for number, end in enumerate(ends):
         last, target = code[end - 1], targets[end - 1]
-        following = [] if target is None else [block_of[target]]
-        if not ends_path(last) and number + 1 < len(starts):
+        calls = last.opcode == "CALL"  # and comes back: the callee's loops are its own
+        following = [] if target is None or calls else [block_of[target]]
+        if (calls or goes_on(last)) and number + 1 < len(starts):
             following.append(number + 1)
         successors.append(following)
     predecessors: list[list[int]] = [[] for _ in starts]
@@ -164,18 +167,21 @@ def natural_loops(kernel: Kernel) -> list[list[Instruction]]:
     return loops
 
 
-def jump_target(instruction: Instruction, place: dict[int, int]) -> int | None:
-    """Index of the instruction that a BRA names."""
-    if instruction.opcode != "BRA" or not instruction.operands[-1].startswith("0x"):
+def jump_target(instruction: Instruction, index: dict[int, int]) -> int | None:
+    """Index of the instruction that a jump or call names, if `index` (by address) has it."""
+    if instruction.opcode not in ENDS_BLOCK or not instruction.operands:
         return None
-    return place.get(int(instruction.operands[-1], 16))
+    operand = instruction.operands[-1]
+    return index.get(int(operand, 16)) if ADDRESS.match(operand) else None
 
 
-def ends_path(instruction: Instruction) -> bool:
-    """Never goes on to the next instruction."""
-    if instruction.guard or instruction.opcode not in LEAVES_BLOCK:
-        return False
-    return instruction.opcode != "BRA" or len(instruction.operands) == 1
+def goes_on(instruction: Instruction) -> bool:
+    """Whether control may go on with the instruction behind this one, which is no call."""
+    if instruction.guard or instruction.opcode not in ENDS_BLOCK:
+        return True
+    if instruction.opcode == "BRA":  # `BRA P1, 0x10` and `BRA.DIV UR4, 0x10` are conditional
+        return bool(instruction.modifiers) or len(instruction.operands) > 1
+    return instruction.opcode == "WARPSYNC"
 
 
 def register_range(operand: str, count: int) -> set[int]:

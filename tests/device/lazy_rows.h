@@ -26,6 +26,20 @@ __device__ inline int row_slot(int half) {
   return (8 * half + lane / 4) * 4 + lane % 4;
 }
 
+// The end of a warp's rows: O is normalised and leaves with the LSE of each lane.
+template <class Softmax>
+__device__ void write_rows(const Softmax& softmax, float (&acc_o)[1][kNTiles][4], float* out,
+                           float* lse_rows) {
+  float inv_sum[2], lse[2];
+  softmax.finish(inv_sum, lse);
+  for (int half = 0; half < 2; ++half) {
+    for (int j = 0; j < kNTiles; ++j)
+      for (int e = 0; e < 2; ++e) acc_o[0][j][2 * half + e] *= inv_sum[half];
+    lse_rows[row_slot(half)] = lse[half];
+  }
+  write_fragment(acc_o, out);
+}
+
 // What a kernel leaves behind. O gains P itself in every step, as if V were the identity.
 struct LazyResult {
   std::vector<float> probabilities;  // (steps, kRows, kCols): P of each step, in fp32

@@ -26,14 +26,7 @@ __global__ void lazy_softmax_kernel(const float* logits, int steps, float log2_s
     }
     if (threadIdx.x == 0) rescaled[step] = softmax.must_rescale;
   }
-  float inv_sum[2], lse[2];
-  softmax.finish(inv_sum, lse);
-  for (int half = 0; half < 2; ++half) {
-    for (int j = 0; j < kNTiles; ++j)
-      for (int e = 0; e < 2; ++e) acc_o[0][j][2 * half + e] *= inv_sum[half];
-    lse_rows[row_slot(half)] = lse[half];
-  }
-  write_fragment(acc_o, out);
+  write_rows(softmax, acc_o, out, lse_rows);
 }
 
 struct Result : LazyResult {
