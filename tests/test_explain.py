@@ -112,7 +112,7 @@ def test_a_plan_prints_what_matters():
     for part in (
         "fwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm90",
         "flash_fwd_sm90_kernel: tile ",
-        "grid 132\n",
+        "grid 264\n",
         "workspace: 4 bytes = one counter of tiles",
         "not sm80: it runs this call and was not the one chosen",
     ):

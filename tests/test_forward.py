@@ -48,11 +48,52 @@ def test_every_head_dim(device_plan, head_dim, dtype):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("keys", [1024, 1025, 4096, 4097])
-def test_lengths_at_which_tiles_change(device_plan, keys, causal):
-    """On Hopper, head dim 64 has tiles for short and for long sequences."""
-    options = Options(causal=causal)
-    check_forward(Case(head_dim=64, seqlen_q=300, seqlen_k=keys, options=options), *device_plan)
+@pytest.mark.parametrize(
+    ("head_dim", "keys"),
+    [(64, 1024), (64, 1025), (64, 4096), (64, 4097), (128, 768), (128, 769)],
+)
+def test_lengths_at_which_tiles_change(device_plan, head_dim, keys, causal):
+    """On Hopper, head dims 64 and 128 have tiles for short and for long sequences."""
+    case = Case(head_dim=head_dim, seqlen_q=300, seqlen_k=keys, options=Options(causal=causal))
+    check_forward(case, *device_plan)
+
+
+# Where the queries of one tile end or begin to see a block of keys in which others see something:
+# their consumers leave it out, ahead of their first block or behind their last.
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
+@pytest.mark.parametrize(
+    ("window_size", "seqlens"),
+    [
+        ((-1, 0), (700, 700)),
+        ((-1, 0), (700, 731)),
+        ((-1, 0), (700, 100)),  # most queries see nothing
+        ((-1, 0), (130, 1500)),
+        ((100, 0), (900, 900)),
+        ((63, 0), (700, 763)),
+        ((0, 0), (500, 500)),
+        ((130, 70), (900, 1000)),
+        ((0, 200), (600, 300)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_blocks_that_a_part_of_a_tile_sees(device_plan, head_dim, window_size, seqlens, dtype):
+    case = Case(
+        head_dim=head_dim,
+        dtype=dtype,
+        seqlen_q=seqlens[0],
+        seqlen_k=seqlens[1],
+        options=Options(window_size=window_size),
+    )
+    check_forward(case, *device_plan)
+
+
+def test_blocks_that_a_part_of_a_long_tile_sees(device_plan):
+    """Three consumers of 64 queries and blocks of 128 keys, at head dim 64."""
+    for window_size in ((-1, 0), (2000, 0), (5000, 50)):
+        options = Options(window_size=window_size)
+        case = Case(head_dim=64, seqlen_q=500, seqlen_k=4500, options=options)
+        check_forward(case, *device_plan)
 
 
 SHAPES = [

@@ -288,18 +288,21 @@ def test_hopper_tiles_by_mask():
     """Masks and windows leave less work at a length, and have a length of their own to change at.
     What they hide must be something; queries, heads and batches do not count."""
     most, most_masked = most_keys_of_the_first_tile(), most_keys_of_the_first_tile(causal=True)
+    assert most < most_masked
     short, long = hopper_tile(most), hopper_tile(most + 1)
     for masked in (
         {"causal": True},
         {"causal": "top_left"},
         {"window_size": (100, -1)},
         {"window_size": (-1, 100)},
-        {"window_size": (100, 100)},
+        {"window_size": (most_masked, 0)},
         {"causal": True, "seqlen_q": 2},
         {"causal": True, "batch": 50, "heads_q": 64},
     ):
         assert hopper_tile(most_masked, **masked) == short
         assert hopper_tile(most_masked + 1, **masked) == long
+    for narrow in ((100, 100), (0, most_masked - 1)):  # what counts is how many keys a query sees
+        assert hopper_tile(10**5, window_size=narrow) == short
     for full in (
         {"window_size": (most, most)},
         {"causal": True, "seqlen_q": 1},
@@ -320,7 +323,15 @@ def test_hopper_tiles_of_packed_sequences_go_by_the_longest():
         assert replace(kernel, grid=0) == hopper_tile(bound)
 
 
-@pytest.mark.parametrize("dim", [72, 96, 128, 136, 192, 256])
+def test_hopper_tiles_of_head_dim_128():
+    """Short masked problems have narrower blocks of keys, of which more can be left out."""
+    assert {hopper_tile(length, dim=128) for length in (2, 500, 5000)} == {hopper_tile(dim=128)}
+    short, long = (hopper_tile(length, dim=128, causal=True) for length in (500, 5000))
+    assert short.block_n < long.block_n == hopper_tile(dim=128).block_n
+    assert short.block_m == long.block_m
+
+
+@pytest.mark.parametrize("dim", [72, 96, 136, 192, 256])
 def test_hopper_tiles_of_wider_heads_serve_every_length(dim):
     for causal in (False, True):
         for length in (2, 500, 5000, 10**6):
@@ -329,22 +340,24 @@ def test_hopper_tiles_of_wider_heads_serve_every_length(dim):
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("seqlen_k", [300, 5000])
-def test_hopper_grids_are_at_most_one_cta_per_sm(seqlen_k, dim):
-    """A counter hands out the tiles that are left when every SM has one."""
-    num_sms = DEVICES["h200"].num_sms
-    block_m = hopper_tile(seqlen_k, dim=dim).block_m
+def test_hopper_grids_are_what_runs_at_once(seqlen_k, dim):
+    """A counter hands out the tiles that are left when every SM has as many CTAs as it holds."""
+    device, tile = DEVICES["h200"], hopper_tile(seqlen_k, dim=dim)
+    ctas_per_sm = device.smem_per_sm_bytes // (tile.smem_bytes + 1024)
+    assert ctas_per_sm == (2 if dim == 64 and seqlen_k == 300 else 1)
+    slots, block_m = device.num_sms * ctas_per_sm, tile.block_m
 
     def plan_of(seqlen_q, heads):
         shape = {"batch": 1, "heads_q": heads, "heads_k": 1, "dim": dim}
         return explain_shape(seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape)
 
-    for heads in (1, num_sms - 1, num_sms):
+    for heads in (1, slots - 1, slots):
         plan = plan_of(block_m, heads)
         assert hopper_kernel(plan).grid == heads
         assert (plan.workspace_bytes, plan.workspace_formula) == (0, "")
     for seqlen_q in (block_m + 1, 100 * block_m):
-        plan = plan_of(seqlen_q, num_sms)
-        assert hopper_kernel(plan).grid == num_sms
+        plan = plan_of(seqlen_q, slots)
+        assert hopper_kernel(plan).grid == slots
         assert (plan.workspace_bytes, plan.workspace_formula) == (4, "one counter of tiles")
 
 

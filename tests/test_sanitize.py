@@ -35,8 +35,22 @@ DENSE = [
         (256, torch.bfloat16, Options(softcap=10.0)),
     )
 ]
-# Rows of the forward's Hopper tile table that the lengths above do not reach.
+# Rows of the forward's Hopper tile table that the lengths above do not reach, and blocks of keys
+# that a part of a tile leaves out, ahead of its first and behind its last.
 FORWARD = [
+    *(
+        Case(
+            head_dim=head_dim,
+            seqlen_q=140,
+            seqlen_k=400,
+            batch=1,
+            heads_q=1,
+            heads_k=1,
+            dtype=torch.bfloat16,
+            options=Options(window_size=(150, 0)),
+        )
+        for head_dim in (64, 128, 256)
+    ),
     Case(
         head_dim=64,
         seqlen_q=200,

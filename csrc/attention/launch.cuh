@@ -29,15 +29,15 @@ cudaError_t allow_smem(Kernel* kernel) {
   return refused;
 }
 
-// Calls launch(row number as a constant) for the row of kTable that equals `tile`, among those of
-// kBucket: only these are instantiated.
+// Calls launch(row number as a constant) for the row of kTable that `tile` is, among those of
+// kBucket: only these are instantiated. The table is one object in the whole program.
 template <int kBucket, const auto& kTable, std::size_t kRow = 0, typename Tile, typename Launch>
 cudaError_t launch_row(const Tile& tile, const Launch& launch) {
   if constexpr (kRow == std::size(kTable)) {
     return cudaErrorInvalidValue;
   } else {
     if constexpr (kTable[kRow].bucket == kBucket) {
-      if (kTable[kRow] == tile) return launch(std::integral_constant<std::size_t, kRow>{});
+      if (&kTable[kRow] == &tile) return launch(std::integral_constant<std::size_t, kRow>{});
     }
     return launch_row<kBucket, kTable, kRow + 1>(tile, launch);
   }

@@ -20,6 +20,7 @@
 #include <cmath>
 
 #include "ptx/math.cuh"
+#include "ptx/registers.cuh"
 #include "tile/fragment.cuh"
 
 namespace flashattn_ext {
@@ -115,7 +116,7 @@ struct LazySoftmax {
     const bool some_outgrew =
         __any_sync(0xffffffffu, part[0] > Range::kLimit || part[1] > Range::kLimit);
     if (some_outgrew) {
-      outgrown(part, acc_s, acc_o, log2_scale, logits_of);
+      outgrown(acc_s, acc_o, log2_scale, logits_of);
 #pragma unroll
       for (int kk = 0; kk < kNTiles / 2; ++kk) tile::pack_a_fragment<Element>(p[kk], acc_s, kk);
     } else {
@@ -164,9 +165,16 @@ struct LazySoftmax {
   }
 
   template <int kNTiles, int kOTiles, typename LogitsOf>
-  __device__ __forceinline__ void outgrown(const float (&part)[2], float (&acc_s)[kNTiles][4],
-                                           float (&acc_o)[kOTiles][4], float log2_scale,
-                                           const LogitsOf& logits_of) {
+  __device__ __forceinline__ void outgrown(float (&acc_s)[kNTiles][4], float (&acc_o)[kOTiles][4],
+                                           float log2_scale, const LogitsOf& logits_of) {
+    // The block's sums once more, from values of which the compiler does not know that it has added
+    // them up: kept for this rare case, they would be spilled in every other.
+    float part[2];
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc_s[j][e] = ptx::opaque(acc_s[j][e]);
+    row_sums(part, acc_s);
     // What overflowed becomes minus its logarithm, which no probability is.
     float top[2] = {128.0f, 128.0f};  // a sum of finite ones can overflow, too
 #pragma unroll
@@ -226,6 +234,13 @@ struct LazySoftmax {
       acc_s[j][2] = ptx::ex2_approx(fmaf(acc_s[j][2], log2_scale, -ref1));
       acc_s[j][3] = ptx::ex2_approx(fmaf(acc_s[j][3], log2_scale, -ref1));
     }
+    row_sums(part, acc_s);
+  }
+
+  // This lane's part of each row's sum.
+  template <int kNTiles>
+  __device__ __forceinline__ static void row_sums(float (&part)[2],
+                                                  const float (&acc_s)[kNTiles][4]) {
     float sum[4] = {acc_s[0][0], acc_s[0][1], acc_s[0][2], acc_s[0][3]};
 #pragma unroll
     for (int j = 1; j < kNTiles; ++j)

@@ -10,14 +10,16 @@ namespace flashattn_ext {
 namespace {
 
 constexpr int64_t kMaxMapStride = int64_t{1} << 39;  // elements; tensor maps hold 2^40 bytes
-constexpr int32_t kSmemHopper = 227 * 1024;
+// Of an SM, of which each CTA takes 1 KB beside its own.
+constexpr int32_t kSmemHopper = 228 * 1024, kSmemReserved = 1024;
 
-// The first row whose bucket holds the head dims and which is for so many keys.
+// The first row whose bucket holds the head dims and which is for as many keys as a query sees.
 const sm90::FwdTile& pick_tile(const Problem& problem, const Window& window) {
   const bool masked = window.left < kUnlimited || window.right < kUnlimited;
+  const int64_t keys = std::min<int64_t>(problem.seqlen_k, int64_t{window.left} + window.right + 1);
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
     if (problem.head_dim <= tile.bucket && problem.head_dim_v <= tile.bucket_v &&
-        problem.seqlen_k <= (masked ? tile.most_keys_masked : tile.most_keys)) {
+        keys <= (masked ? tile.most_keys_masked : tile.most_keys)) {
       return tile;
     }
   }
@@ -26,7 +28,7 @@ const sm90::FwdTile& pick_tile(const Problem& problem, const Window& window) {
 
 constexpr bool is_sound() {
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
-    if (tile.smem_bytes() > kSmemHopper) return false;
+    if (tile.ctas_per_sm * (tile.smem_bytes() + kSmemReserved) > kSmemHopper) return false;
   }
   const sm90::FwdTile& last = std::end(sm90::kFwdTiles)[-1];
   return last.bucket == kMaxHeadDim && last.bucket_v == kMaxHeadDim &&
@@ -96,11 +98,12 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
       return reason;
     }
   }
-  plan.sm90_fwd_tile = &pick_tile(problem, plan.window);
+  plan.sm90_fwd_tile = &pick_tile(problem, canonical_window(problem));
   const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
+  const int64_t most_ctas = int64_t{device.num_sms} * plan.sm90_fwd_tile->ctas_per_sm;
   // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
-  if (Reason reason = reject_grid(tiles + device.num_sms)) return reason;
-  plan.num_ctas = static_cast<int32_t>(std::min<int64_t>(tiles, device.num_sms));
+  if (Reason reason = reject_grid(tiles + most_ctas)) return reason;
+  plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
   if (tiles > plan.num_ctas) {
     plan.workspace_bytes = sizeof(int32_t);
     plan.workspace_formula = "one counter of tiles";

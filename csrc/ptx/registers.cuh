@@ -5,10 +5,18 @@
 
 namespace flashattn_ext::ptx {
 
-// Returns `x` as a value of unknown origin. What a loop derives from it is computed again in every
-// iteration instead of being hoisted into registers that live across the whole loop (and spill).
+// Returns `x` as a value of unknown origin. What is derived from it is computed there, instead of
+// being kept in registers (and spilled) because it was, or will be, computed elsewhere as well.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ float opaque(float x) {
+  asm volatile("" : "+f"(x));
   return x;
 }
 

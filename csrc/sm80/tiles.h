@@ -26,12 +26,6 @@ struct TileShape {
   int32_t num_warps;
   // Streamed tiles in flight: 1 (two barriers per step) or 2 (one barrier per step).
   int32_t stages;
-
-  constexpr bool operator==(const TileShape& other) const {
-    return bucket == other.bucket && min_smem_bytes == other.min_smem_bytes &&
-           block_m == other.block_m && block_n == other.block_n && num_warps == other.num_warps &&
-           stages == other.stages;
-  }
 };
 
 // Forward: one CTA per (query block, head), looping over key blocks.

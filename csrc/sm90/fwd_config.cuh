@@ -24,9 +24,10 @@ struct FwdConfig {
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0);
 
-  // Registers per thread: of 64K, what a producer does not need. Measured to compile clean.
-  static constexpr int kProducerRegs = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : 160;
+  // Registers per thread: of an SM's 64K, what a producer does not need. Measured to compile clean.
+  static constexpr int kWarpgroups = kTile.ctas_per_sm * kConsumers;
+  static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : kWarpgroups == 3 ? 32 : 24;
+  static constexpr int kConsumerRegs = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 104;
 
   using ChunkLayout = tile::SmemLayout<64>;  // the copy engine's 128-byte swizzle
   static constexpr int kQkChunks = kTile.qk_chunks(), kVChunks = kTile.v_chunks();

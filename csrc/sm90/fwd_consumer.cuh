@@ -23,6 +23,11 @@ class FwdConsumer {
   static constexpr FwdTile kTile = Config::kTile;
   static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   static constexpr int kBlockN = Config::kBlockN;
+  // Some of a tile's key blocks may be seen by other consumers' queries only.
+  static constexpr bool kSkips = kBlockN < Config::kBlockM;
+  // Where CTAs share an SM, they overlap each other's products and softmax. None has the registers
+  // to do so by itself: P V runs alone, so that P may lie where S does.
+  static constexpr bool kSerial = kTile.ctas_per_sm > 1;
   static constexpr int kSTiles = kBlockN / 8, kOTiles = kHeadDimV / 8;
   // Named barriers: one for all consumers; each one's turn to queue products.
   static constexpr int kVTailBarrier = 1, kTurnBarrier = 2;
@@ -42,74 +47,89 @@ class FwdConsumer {
   __device__ __forceinline__ void run() {
     if (kTile.ping_pong && consumer == 0) pass_turn_to(0);
     tile::clear(acc_s[0]);
-    bool more = take();
-    if constexpr (kTile.cross_tile) {
-      if (more) {
-        load_q();
-        start_qk();
+    KeyBlocks keys{};
+    bool more = take(keys);
+    if (more) await_first_operands(keys);
+    issue_qk();  // where there is no tile, of whatever lies there, and nobody reads it
+    if (more) release_q_fragments();
+    while (more) {
+      if constexpr (!kSkips) keys = key_blocks();
+      start_softmax();
+      tile::clear(acc_o);
+      zero_v_tail();
+      skip_v(keys.before);
+      const FwdTileInfo first_tile = queue.tile();
+      ptx::wgmma_wait<0>();
+      if (transform.in_place) {
+        attend<true>(keys, first_tile);
+      } else {
+        attend<false>(keys, first_tile);
       }
-      while (more) {
+      skip_k(keys.behind);
+      const int v_behind = keys.behind;
+      const FwdTileInfo tile = queue.tile();
+      queue.release();
+      // The last product runs while the next tile is found, and that one's first product while this
+      // one's output leaves: queued behind the last product, or once that is done.
+      start_pv();
+      more = take(keys);
+      if (more) await_first_operands(keys);
+      if constexpr (!kTile.cross_tile) {
         ptx::wgmma_wait<0>();
-        attend();
-        const FwdTileInfo tile = queue.tile();
-        queue.release();
-        more = take();
-        take_turn();
-        start_pv();
-        if (more) {
-          load_q();
-          ptx::mbarrier_wait(barriers.k_full(k_ring.stage()), k_ring.phase());
-        }
-        issue_qk();  // behind the last tile of whatever lies there, and nobody reads it
-        pass_turn();
+        finish_pv();
+      }
+      issue_qk();
+      if (more) release_q_fragments();
+      float inv_sum[2], lse[2];
+      softmax.finish(inv_sum, lse);
+      if constexpr (kTile.cross_tile) {
         ptx::wgmma_wait<1>();
         finish_pv();
-        store(tile);
       }
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(acc_s[0]);
-    } else {
-      for (; more; more = take()) {
-        load_q();
-        start_qk();
-        ptx::wgmma_wait<0>();
-        attend();
-        start_pv();
-        ptx::wgmma_wait<0>();
-        finish_pv();
-        store(queue.tile());
-        queue.release();
-      }
+      skip_v(v_behind);
+      store(tile, inv_sum, lse);
     }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(acc_s[0]);
     if constexpr (kTile.tma_store) {
       if (lane() == 0) ptx::bulk_wait_read();  // the CTA's shared memory lasts until then
     }
   }
 
  private:
+  // The key blocks of this consumer's 64 queries, visited from `last` to `first`. Those in
+  // [open_begin, open_end) are seen whole by all of them, as bare scaled products, and not as a
+  // query's first, so that rows have a reference by then; open_end >= first. Of the tile's blocks,
+  // `before` come ahead of `last` and `behind` after `first`: other consumers see something of
+  // them.
+  struct KeyBlocks {
+    int first, last, open_begin, open_end, before, behind;
+  };
+
   // Waits for the next tile with something to do; false at the end. Queries that see no key get
-  // their zeros on the way.
-  __device__ __forceinline__ bool take() {
+  // their zeros on the way. Only where blocks may be skipped are `keys` needed, and found, so
+  // early.
+  __device__ __forceinline__ bool take(KeyBlocks& keys) {
     while (true) {
       const FwdTileInfo tile = queue.wait();
+      if (__all_sync(0xffffffffu, tile.has_work())) {
+        if constexpr (kSkips) keys = key_blocks();
+        return true;
+      }
       if (__any_sync(0xffffffffu, tile.batch_idx < 0)) return false;
-      if (__any_sync(0xffffffffu, tile.has_work())) return true;
       store_empty(tile);
       queue.release();
     }
   }
 
   // Every key block of a tile but the last product: from S of the last block, which is done, to P
-  // of the first.
-  __device__ __forceinline__ void attend() {
-    start_softmax();
-    tile::clear(acc_o);
-    zero_v_tail();
-    const KeyBlocks keys = key_blocks();
+  // of the first. kInPlace is that of the ScoreTransform: its code stays out of the usual case's.
+  template <bool kInPlace>
+  __device__ __forceinline__ void attend(const KeyBlocks& keys, const FwdTileInfo& first_tile) {
     int n_block = keys.last;
     ptx::wgmma_pin(acc_s[0]);
     release(n_block == keys.first);
-    masked_softmax(n_block);
+    masked_softmax<kInPlace>(first_tile, n_block);
     pack();
     --n_block;
 
@@ -118,29 +138,26 @@ class FwdConsumer {
 #pragma unroll 1
       for (; n_block >= masked_begin; --n_block) {
         start_products();
-        ptx::wgmma_wait<1>();  // S is there; P V of the block before still runs
-        ptx::wgmma_pin(acc_s[0]);
+        const FwdTileInfo tile = queue.tile();
+        await_scores();
         release(n_block == keys.first);
-        masked_softmax(n_block);
-        ptx::wgmma_wait<0>();
-        finish_pv();
+        masked_softmax<kInPlace>(tile, n_block);
+        await_output();
         pack();
         softmax.apply_rescale(acc_o);
       }
-      if (n_block < keys.first) break;
+      if (kInPlace || n_block < keys.first) break;
       masked_begin = keys.first;  // what will be left lies at a window's left edge
       // A row lacks a reference where all its logits so far are -inf.
       bool fixed = kTile.fixed_reference && softmax.all_have_reference();
 #pragma unroll 1
       for (; n_block >= keys.open_begin; --n_block) {
         start_products();
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(acc_s[0]);
+        await_scores();
         if (fixed) {
           float part[2];
           softmax.step_fixed(part, acc_s[0], transform.log2_scale);
-          ptx::wgmma_wait<0>();
-          finish_pv();
+          await_output();
           pack();
           // Where a row grew, the warp goes on with exact steps until none does: the worst case
           // costs little more than a maximum per block.
@@ -150,8 +167,7 @@ class FwdConsumer {
         } else {
           release(n_block == keys.first);
           softmax.step(acc_s[0], transform.log2_scale);
-          ptx::wgmma_wait<0>();
-          finish_pv();
+          await_output();
           pack();
           softmax.apply_rescale(acc_o);
           fixed = kTile.fixed_reference && !softmax.must_rescale && softmax.all_have_reference();
@@ -160,24 +176,28 @@ class FwdConsumer {
     }
   }
 
-  // The tile's key blocks, visited from `last` to `first`. Those in [open_begin, open_end) are seen
-  // whole by all 64 queries, as bare scaled products, and not as a query's first, so that rows have
-  // a reference by then; open_end >= first.
-  struct KeyBlocks {
-    int first, last, open_begin, open_end;
-  };
-
   __device__ __forceinline__ KeyBlocks key_blocks() const {
     const FwdTileInfo tile = queue.tile();
     const Band band(params, tile.seqlen_q, tile.seqlen_k);
-    const int row0 = tile.m0 + 64 * consumer, first = tile.blocks.begin;
+    const int row0 = tile.m0 + 64 * consumer;
+    int first = tile.blocks.begin, last = tile.blocks.end - 1;
+    if constexpr (kSkips) {
+      // At least one block is these queries' own, although they may see nothing of it.
+      const int last_row = min(row0 + 63, tile.seqlen_q - 1);
+      last = max(min((band.end_key(last_row) - 1) / kBlockN, last), first);
+      first = min(max(band.first_key(row0) / kBlockN, first), last);
+    }
     // Q in shared memory is given up to the next tile with the first block: no recomputation there.
     const int begin = first + (kTile.fixed_reference && !kTile.q_in_regs ? 1 : 0);
     const int open_begin = max((band.first_key(row0 + 63) + kBlockN - 1) / kBlockN, begin);
     const int open_end =
         transform.in_place ? first : max((band.end_key(row0) - 1) / kBlockN, first);
-    return {ptx::uniform(first), ptx::uniform(tile.blocks.end - 1), ptx::uniform(open_begin),
-            ptx::uniform(open_end)};
+    return {ptx::uniform(first),
+            ptx::uniform(last),
+            ptx::uniform(open_begin),
+            ptx::uniform(open_end),
+            ptx::uniform(tile.blocks.end - 1 - last),
+            ptx::uniform(first - tile.blocks.begin)};
   }
 
   // Rows behind the sequence's end hold another's queries, or anything.
@@ -191,9 +211,9 @@ class FwdConsumer {
     }
   }
 
-  __device__ __forceinline__ void masked_softmax(int n_block) {
-    transform.apply(acc_s);
-    const FwdTileInfo tile = queue.tile();
+  template <bool kInPlace>
+  __device__ __forceinline__ void masked_softmax(const FwdTileInfo& tile, int n_block) {
+    if constexpr (kInPlace) transform.apply(acc_s);
     const Band band(params, tile.seqlen_q, tile.seqlen_k);
     const int row0 = first_row(tile.m0), n0 = n_block * kBlockN;
     if (__any_sync(0xffffffffu, !band.covers(row0, 16, n0, kBlockN))) {
@@ -216,17 +236,57 @@ class FwdConsumer {
 
   // ---- Loads ----
 
-  // Q as A fragments in registers, or nothing to do but wait.
-  __device__ __forceinline__ void load_q() {
+  // The operands of a tile's first product: Q, which becomes A fragments or stays where it is, and
+  // K.
+  __device__ __forceinline__ void await_first_operands(const KeyBlocks& keys) {
     ptx::mbarrier_wait(barriers.q_full(consumer), q_phase);
     q_phase ^= 1;
     if constexpr (kTile.q_in_regs) {
 #pragma unroll
       for (int kk = 0; kk < kHeadDim / 16; ++kk) load_q_fragment(q_fragments[kk], kk);
+    }
+    skip_k(keys.before);
+    await_k();
+  }
+
+  // Gives back, as they come, the stages of blocks that these queries do not see. Consumers take as
+  // many turns as the tile has blocks, or the order of turns would be lost.
+  __device__ __forceinline__ void skip_k(int count) {
+    if constexpr (kSkips) {
+#pragma unroll 1
+      for (; count > 0; --count) {
+        await_k();
+        take_turn();
+        pass_turn();
+        release(false);
+      }
+    }
+  }
+  __device__ __forceinline__ void skip_v(int count) {
+    if constexpr (kSkips) {
+#pragma unroll 1
+      for (; count > 0; --count) {
+        await_v();
+        release_v();
+      }
+    }
+  }
+
+  // Q's place in shared memory is free. To be called when the first product is on its way: the
+  // fence waits for every earlier access to memory.
+  __device__ __forceinline__ void release_q_fragments() {
+    if constexpr (kTile.q_in_regs) {
       ptx::fence_proxy_async();  // read by ldmatrix, next written by the copy engine
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(barriers.q_empty(consumer));
     }
+  }
+
+  __device__ __forceinline__ void await_k() const {
+    ptx::mbarrier_wait(barriers.k_full(k_ring.stage()), k_ring.phase());
+  }
+  __device__ __forceinline__ void await_v() const {
+    ptx::mbarrier_wait(barriers.v_full(v_ring.stage()), v_ring.phase());
   }
 
   // The A fragment of columns [16 kk, 16 kk + 16).
@@ -242,7 +302,7 @@ class FwdConsumer {
     const FwdTileInfo tile = queue.tile();
     const int valid = tile.seqlen_k - (tile.blocks.end - 1) * kBlockN;
     if (valid >= kBlockN) return;
-    ptx::mbarrier_wait(barriers.v_full(v_ring.stage()), v_ring.phase());
+    await_v();
     const int thread_idx = consumer * 128 + 32 * warp_in_group() + lane();
     const uint32_t sV = smem + Config::kOffsetV + v_ring.stage() * Config::kVBytes;
     // A row of a chunk is eight 16-byte pieces; their order within the row does not matter here.
@@ -269,18 +329,35 @@ class FwdConsumer {
     if constexpr (kTile.ping_pong) ptx::named_barrier_arrive(kTurnBarrier + other, 256);
   }
 
-  // S = Q K^T of the next block, then O += P V of the one before.
+  // S = Q K^T of the next block, and O += P V of the one before: behind it, or before it and alone.
   __device__ __forceinline__ void start_products() {
-    ptx::mbarrier_wait(barriers.k_full(k_ring.stage()), k_ring.phase());
-    take_turn();
-    issue_qk();
-    start_pv();
-    pass_turn();
+    if constexpr (kSerial) {
+      start_pv();
+      ptx::wgmma_wait<0>();
+      finish_pv();
+      await_k();
+      issue_qk();
+    } else {
+      await_k();
+      take_turn();
+      issue_qk();
+      start_pv();
+      pass_turn();
+    }
   }
 
-  __device__ __forceinline__ void start_qk() {
-    ptx::mbarrier_wait(barriers.k_full(k_ring.stage()), k_ring.phase());
-    issue_qk();
+  // S is there; P V of the block before may still run.
+  __device__ __forceinline__ void await_scores() {
+    ptx::wgmma_wait<kSerial ? 0 : 1>();
+    ptx::wgmma_pin(acc_s[0]);
+  }
+
+  // P V of the block before is done.
+  __device__ __forceinline__ void await_output() {
+    if constexpr (!kSerial) {
+      ptx::wgmma_wait<0>();
+      finish_pv();
+    }
   }
 
   __device__ __forceinline__ void issue_qk() {
@@ -316,7 +393,7 @@ class FwdConsumer {
   }
 
   __device__ __forceinline__ void start_pv() {
-    ptx::mbarrier_wait(barriers.v_full(v_ring.stage()), v_ring.phase());
+    await_v();
     const uint64_t desc_v = ptx::wgmma_descriptor(
         smem + Config::kOffsetV + v_ring.stage() * Config::kVBytes, Config::kKvChunkBytes);
     ptx::wgmma_pin(acc_o);
@@ -334,6 +411,9 @@ class FwdConsumer {
   __device__ __forceinline__ void finish_pv() {
     ptx::wgmma_pin(acc_o);
     ptx::wgmma_pin(p);
+    release_v();
+  }
+  __device__ __forceinline__ void release_v() {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.v_empty(v_ring.stage()));
     v_ring.advance();
   }
@@ -383,11 +463,9 @@ class FwdConsumer {
 
   // ---- Output ----
 
-  __device__ __forceinline__ void store(const FwdTileInfo& tile) {
-    float inv_sum[2], lse[2];
-    softmax.finish(inv_sum, lse);
+  __device__ __forceinline__ void store(const FwdTileInfo& tile, const float (&inv_sum)[2],
+                                        const float (&lse)[2]) {
     const int row0 = first_row(tile.m0);
-    store_lse(tile, row0, lse);
     // In varlen, rows behind the sequence's end are another's.
     const bool whole =
         params.cu_seqlens_q == nullptr ? params.seqused_q == nullptr : row0 + 16 <= tile.seqlen_q;
@@ -396,6 +474,7 @@ class FwdConsumer {
     } else {
       store_from_registers(tile, row0, inv_sum);
     }
+    store_lse(tile, row0, lse);  // behind the fence, which would wait for it
   }
 
   // Queries that see no key: each warp its 16 rows, 16 bytes per lane.

@@ -3,8 +3,9 @@
 // the copy engine, into the next tile while the consumers are at the last one's end; each consumer
 // warpgroup computes 64 query rows (fwd_consumer.cuh).
 //
-// Grid:   at most one CTA per SM, one-dimensional. Tiles in the order of attention/tile_order.h; a
-//         CTA that is done draws the next from a counter, where there are more tiles than CTAs.
+// Grid:   at most as many CTAs as run at once, ctas_per_sm per SM, one-dimensional. Tiles in the
+//         order of attention/tile_order.h; a CTA that is done draws the next from a counter, where
+//         there are more tiles than CTAs.
 //         A kernel ahead sets the counter to 0; this one starts beside it (programmatic launch).
 // Roles:  warpgroup 0: the loader (thread 0) and the scheduler (thread 32). Warpgroups
 //         1 ... kConsumers: the consumers.
@@ -32,7 +33,7 @@
 namespace flashattn_ext::sm90 {
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kNumThreads, 1)
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kTile.ctas_per_sm)
     flash_fwd_sm90_kernel(const __grid_constant__ FwdParams params,
                           const __grid_constant__ ScoreTransform transform,
                           const __grid_constant__ FwdTiles tiles,

@@ -10,7 +10,7 @@ namespace flashattn_ext::sm90 {
 
 // How a persistent launch spreads its tiles.
 struct FwdSchedule {
-  int32_t num_ctas;       // at most one per SM
+  int32_t num_ctas;       // at most as many as run at once
   int32_t* tile_counter;  // 4 bytes of this launch; nullptr: every CTA takes every grid-th tile
 };
 

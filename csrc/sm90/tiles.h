@@ -12,13 +12,15 @@ struct FwdTile {
   int32_t bucket, bucket_v;  // holds every head_dim and head_dim_v up to these
   int32_t block_n;           // Bc: keys
   int32_t consumers;
+  int32_t ctas_per_sm;         // two fill each other's pauses between short tiles
   int32_t k_stages, v_stages;  // K and V tiles in flight
   bool q_in_regs;              // Q as A fragments in registers; else read from shared memory
   bool ping_pong;              // consumers queue their products one after the other
   bool cross_tile;             // the next tile's first product runs behind this one's last
   bool tma_store;              // O through shared memory; else from registers
   bool fixed_reference;        // softmax without a running maximum
-  // The row is for problems of up to so many keys, without and with a causal mask or window.
+  // The row is for problems whose queries see up to so many keys: without a mask, and with a causal
+  // mask or window.
   int32_t most_keys, most_keys_masked;
 
   constexpr int32_t block_m() const { return 64 * consumers; }  // Br: query rows
@@ -37,25 +39,18 @@ struct FwdTile {
            chunk_bytes(block_n) * (k_stages * qk_chunks() + v_stages * v_chunks()) +
            8 * num_barriers() + kTileSlotBytes * kTileSlots;
   }
-  constexpr bool operator==(const FwdTile& other) const {
-    return bucket == other.bucket && bucket_v == other.bucket_v && block_n == other.block_n &&
-           consumers == other.consumers && k_stages == other.k_stages &&
-           v_stages == other.v_stages && q_in_regs == other.q_in_regs &&
-           ping_pong == other.ping_pong && cross_tile == other.cross_tile &&
-           tma_store == other.tma_store && fixed_reference == other.fixed_reference &&
-           most_keys == other.most_keys && most_keys_masked == other.most_keys_masked;
-  }
 };
 
 // Measurements: docs/tuning.md.
 inline constexpr FwdTile kFwdTiles[] = {
-    {64, 64, 128, 2, 4, 4, true, true, false, true, true, 1024, 4096},
-    {64, 64, 128, 3, 4, 3, false, true, false, true, true, kAnyLength, kAnyLength},
-    {96, 96, 128, 2, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
-    {128, 128, 128, 2, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
-    {192, 128, 128, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
-    {192, 192, 112, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
-    {256, 256, 80, 2, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {64, 64, 64, 2, 2, 4, 4, false, false, false, true, true, 1024, 4096},
+    {64, 64, 128, 3, 1, 4, 3, false, true, false, true, true, kAnyLength, kAnyLength},
+    {96, 96, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
+    {128, 128, 64, 2, 1, 5, 5, true, true, true, true, true, 0, 768},
+    {128, 128, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
+    {192, 128, 128, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {192, 192, 112, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {256, 256, 80, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
 };
 
 }  // namespace flashattn_ext::sm90
