@@ -1,43 +1,15 @@
 """csrc/plan without a GPU: support rules, tiles, grids, memory, and the reasons it gives."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases import heads_first
+from plans import HEAD_DIMS, NATIVE, ROOMY, ceil_div, explain_shape, native_problem
 
-from flashattn_ext._loader import load_native
 from flashattn_ext.plan import CPU, DEVICES, DeviceFacts, explain, native_device
-
-_native = load_native()
 
 # One GPU of each class of shared memory: 99, 163 and 227 KB per block.
 SMEM_CLASSES = ["rtx4090", "a100", "h200"]
-HEAD_DIMS = range(8, 257, 8)
 CUDA_FAMILIES = ["sm90", "sm80"]
-ROOMY = {  # an option that the kernels on CUDA do not have, in a shape that fits (2, 300, 4, 64)
-    "bias": torch.zeros(1, 4, 1, 300),
-    "mask": torch.ones(2, 1, 1, 300, dtype=torch.bool),
-    "alibi_slopes": torch.zeros(4),
-    "rel_bias": torch.zeros(4, 9),
-    "sink": torch.zeros(4),
-    "block_mask": torch.ones(1, 1, 3, 3, dtype=torch.bool),
-    "dropout_p": 0.1,
-}
-
-
-def ceil_div(a, b):
-    return -(-a // b)
-
-
-def explain_shape(
-    batch=2, seqlen_q=300, seqlen_k=300, heads_q=4, heads_k=2, dim=64, dim_v=None, **options
-):
-    options.setdefault("device", "h200")
-    k = (batch, seqlen_k, heads_k, dim)
-    return explain(
-        (batch, seqlen_q, heads_q, dim), k, (*k[:3], dim if dim_v is None else dim_v), **options
-    )
 
 
 def tiled(plan):
@@ -209,270 +181,11 @@ def test_devices():
     assert explain_shape(device=later).family == "sm80"
 
 
-# ---- the Hopper forward ----
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_hopper_kernels_run_the_forward_on_compute_capability_9_0_alone(device):
-    plan = explain_shape(device=device)
-    assert (plan.family == "sm90") == (DEVICES[device].compute_capability == (9, 0))
-    assert explain_shape(device=device, backward=True).family == (
-        "spec" if device == "cpu" else "sm80"
-    )
-
-
-def hopper_kernel(plan):
-    assert plan.family == "sm90", plan
-    (kernel,) = (kernel for kernel in plan.kernels if kernel.name == "flash_fwd_sm90_kernel")
-    return kernel
-
-
-def hopper_tile(seqlen_k=300, **options):
-    """The tile of the Hopper forward: all of its kernel but the grid."""
-    plan = explain_shape(**{"seqlen_q": seqlen_k, "seqlen_k": seqlen_k} | options)
-    return replace(hopper_kernel(plan), grid=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen", [300, 3000, 30000])
-@pytest.mark.parametrize("dim_v", [None, 8, 64, 128, 192, 256])
-def test_hopper_tiles_fit(dim_v, seqlen, causal):
-    for dim in HEAD_DIMS:
-        kernel = hopper_tile(seqlen, dim=dim, dim_v=dim_v, causal=causal)
-        assert kernel.block_m % 64 == 0  # 64 rows to a warpgroup of four warps, and one that loads
-        assert kernel.num_warps == 4 * (kernel.block_m // 64 + 1)
-        assert kernel.stages >= 2
-        # Q, every stage of K and at least one of V, in chunks of 64 columns of two bytes.
-        rows = kernel.block_m + kernel.stages * kernel.block_n
-        chunks, chunks_v = ceil_div(dim, 64), ceil_div(dim if dim_v is None else dim_v, 64)
-        tiles = 128 * (chunks * rows + chunks_v * kernel.block_n)
-        assert tiles < kernel.smem_bytes <= DEVICES["h200"].smem_per_block_bytes
-
-
-def test_hopper_tiles_by_head_dim():
-    wide_keys, wide = hopper_tile(dim=192, dim_v=128), hopper_tile(dim=192)
-    widest = hopper_tile(dim=256)
-    assert wide.block_n < wide_keys.block_n  # a narrower V leaves room for more keys
-    for dim in HEAD_DIMS:
-        narrow_v = {hopper_tile(dim=dim, dim_v=dim_v) for dim_v in (72, 128)}
-        narrow = hopper_tile(dim=128) if dim <= 128 else wide_keys
-        assert narrow_v == {narrow if dim <= 192 else widest}
-        # The wider of the two decides otherwise.
-        assert hopper_tile(dim=dim, dim_v=136) == (wide if dim <= 192 else widest)
-        assert hopper_tile(dim=dim, dim_v=256) == widest
-
-
-def most_keys_of_the_first_tile(**options):
-    """The longest problem of head dim 64 that runs in the tile of the shortest one."""
-    low, high = 2, 2**20
-    first = hopper_tile(low, **options)
-    assert hopper_tile(high, **options) != first
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if hopper_tile(middle, **options) == first else (low, middle)
-    return low
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
-def test_hopper_tiles_by_length(options):
-    """At head dim 64 short problems have tiles of fewer rows: there are more of them to spread."""
-    most = most_keys_of_the_first_tile(**options)
-    short, long = hopper_tile(most, **options), hopper_tile(most + 1, **options)
-    assert short.block_m < long.block_m
-    lengths = {*range(2, 20000, 97), *(2**i for i in range(1, 30)), most - 1, most, most + 1}
-    for length in lengths:
-        assert hopper_tile(length, **options) == (short if length <= most else long), length
-
-
-def test_hopper_tiles_by_mask():
-    """Masks and windows leave less work at a length, and have a length of their own to change at.
-    What they hide must be something; queries, heads and batches do not count."""
-    most, most_masked = most_keys_of_the_first_tile(), most_keys_of_the_first_tile(causal=True)
-    assert most < most_masked
-    short, long = hopper_tile(most), hopper_tile(most + 1)
-    for masked in (
-        {"causal": True},
-        {"causal": "top_left"},
-        {"window_size": (100, -1)},
-        {"window_size": (-1, 100)},
-        {"window_size": (most_masked, 0)},
-        {"causal": True, "seqlen_q": 2},
-        {"causal": True, "batch": 50, "heads_q": 64},
-    ):
-        assert hopper_tile(most_masked, **masked) == short
-        assert hopper_tile(most_masked + 1, **masked) == long
-    for narrow in ((100, 100), (0, most_masked - 1)):  # what counts is how many keys a query sees
-        assert hopper_tile(10**5, window_size=narrow) == short
-    for full in (
-        {"window_size": (most, most)},
-        {"causal": True, "seqlen_q": 1},
-        {"seqlen_q": 1},
-        {"seqlen_q": 10**5},
-        {"batch": 50, "heads_q": 64},
-        {"softcap": 30.0},
-    ):
-        assert hopper_tile(most, **full) == short
-        assert hopper_tile(most + 1, **full) == long
-
-
-def test_hopper_tiles_of_packed_sequences_go_by_the_longest():
-    most = most_keys_of_the_first_tile()
-    shapes = ((50000, 4, 64), (60000, 2, 64), (60000, 2, 64), (9,), (9,))
-    for bound in (most, most + 1):
-        kernel = hopper_kernel(explain(*shapes, 5000, bound, device="h200"))
-        assert replace(kernel, grid=0) == hopper_tile(bound)
-
-
-def test_hopper_tiles_of_head_dim_128():
-    """Short masked problems have narrower blocks of keys, of which more can be left out."""
-    assert {hopper_tile(length, dim=128) for length in (2, 500, 5000)} == {hopper_tile(dim=128)}
-    short, long = (hopper_tile(length, dim=128, causal=True) for length in (500, 5000))
-    assert short.block_n < long.block_n == hopper_tile(dim=128).block_n
-    assert short.block_m == long.block_m
-
-
-@pytest.mark.parametrize("dim", [72, 96, 136, 192, 256])
-def test_hopper_tiles_of_wider_heads_serve_every_length(dim):
-    for causal in (False, True):
-        for length in (2, 500, 5000, 10**6):
-            assert hopper_tile(length, dim=dim, causal=causal) == hopper_tile(dim=dim)
-
-
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("seqlen_k", [300, 5000])
-def test_hopper_grids_are_what_runs_at_once(seqlen_k, dim):
-    """A counter hands out the tiles that are left when every SM has as many CTAs as it holds."""
-    device, tile = DEVICES["h200"], hopper_tile(seqlen_k, dim=dim)
-    ctas_per_sm = device.smem_per_sm_bytes // (tile.smem_bytes + 1024)
-    assert ctas_per_sm == (2 if dim == 64 and seqlen_k == 300 else 1)
-    slots, block_m = device.num_sms * ctas_per_sm, tile.block_m
-
-    def plan_of(seqlen_q, heads):
-        shape = {"batch": 1, "heads_q": heads, "heads_k": 1, "dim": dim}
-        return explain_shape(seqlen_q=seqlen_q, seqlen_k=seqlen_k, **shape)
-
-    for heads in (1, slots - 1, slots):
-        plan = plan_of(block_m, heads)
-        assert hopper_kernel(plan).grid == heads
-        assert (plan.workspace_bytes, plan.workspace_formula) == (0, "")
-    for seqlen_q in (block_m + 1, 100 * block_m):
-        plan = plan_of(seqlen_q, slots)
-        assert hopper_kernel(plan).grid == slots
-        assert (plan.workspace_bytes, plan.workspace_formula) == (4, "one counter of tiles")
-
-
-def test_hopper_varlen_grids_come_from_the_upper_bounds():
-    shapes = ((5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,))
-    short, long = (explain(*shapes, bound, 1700, device="h200") for bound in (100, 1500))
-    names = [kernel.name for kernel in short.kernels]
-    assert names == ["flash_fwd_sm90_kernel", "flash_fill_unowned_kernel"]
-    assert long.kernels[-1].name == "flash_fill_unowned_kernel"
-    assert (hopper_kernel(short).grid, short.workspace_bytes) == (8 * 4, 0)
-    assert (hopper_kernel(long).grid, long.workspace_bytes) == (132, 4)
-
-
-def hopper_reason(q, k=None, v=None, **options):
-    k = q if k is None else k
-    plan = explain(q, k, k if v is None else v, device="h200", **options)
-    return plan.family, plan.rejected.get("sm90")
-
-
-def test_hopper_kernels_read_no_repeated_dimension():
-    """Tensor maps have no stride 0; a dimension of one element has no stride at all."""
-    x = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16)
-    over_batch, over_rows, over_heads = (
-        x[:1].expand(2, -1, -1, -1),
-        x[:, :1].expand(-1, 300, -1, -1),
-        x[:, :, :1].expand(-1, -1, 4, -1),
-    )
-    for name, inputs in (
-        ("q", (over_batch, x, x)),
-        ("k", (x, over_rows, x)),
-        ("v", (x, x, over_heads)),
-    ):
-        assert hopper_reason(*inputs) == (
-            "sm80",
-            f"{name} repeats a dimension in place (stride 0), which tensor maps cannot; pass a "
-            "contiguous copy to use it",
-        )
-    assert hopper_reason(x, x[:, :, :1], x[:, :, :1]) == ("sm90", None)
-    one = torch.empty(300 * 64, dtype=torch.bfloat16).as_strided((1, 300, 1, 64), (0, 64, 0, 1))
-    assert hopper_reason(one) == ("sm90", None)
-    # A repeated input that is copied anyway is read from its copy.
-    assert hopper_reason(x, x, x[:1, ..., :1].expand(2, -1, -1, 64)) == ("sm90", None)
-    packed = torch.empty(300, 4, 64, dtype=torch.bfloat16)
-    lengths = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,), "max_seqlen_q": 200, "max_seqlen_k": 200}
-    assert hopper_reason(packed, **lengths) == ("sm90", None)
-    assert hopper_reason(packed, packed[:, :1].expand(-1, 4, -1), **lengths)[0] == "sm80"
-
-
-def test_hopper_kernels_read_views_in_place():
-    x = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16)
-    fused = torch.empty(2, 300, 3, 4, 64, dtype=torch.bfloat16)
-    for inputs in (
-        (heads_first(x),) * 3,
-        fused.unbind(2),
-        (x[..., :56],) * 3,
-        (x[:, ::2],) * 3,
-    ):
-        plan = explain(*inputs, device="h200")
-        assert (plan.family, plan.copies) == ("sm90", ())
-
-
-def test_hopper_kernels_refuse_what_a_tensor_map_cannot_hold():
-    def layout(batch_stride):
-        layout, strides = _native.Layout(), _native.Strides()
-        strides.batch, strides.row, strides.head = batch_stride, 64, 64
-        layout.strides = strides
-        return layout
-
-    def reasons(**batch_strides):
-        problem = native_problem(seqlen_q=128, seqlen_k=128, batch=2)
-        for name, batch_stride in batch_strides.items():
-            setattr(problem, name, layout(batch_stride))
-        explanation = _native.explain(problem, native_device(DEVICES["h200"]))
-        return explanation.family, {each.family: each.reason for each in explanation.rejected}
-
-    fits = dict.fromkeys("qkv", 2**39 - 8)
-    assert reasons(**fits)[0] == "sm90"
-    family, rejected = reasons(**fits | {"k": 2**39})
-    assert family == "sm80"
-    assert rejected["sm90"] == ("a stride of k, 549755813888 elements, is larger than 549755813887")
-
-
-@pytest.mark.parametrize("name", ROOMY)
-def test_hopper_kernels_name_the_option_they_lack(name):
-    plan = explain_shape(**{name: ROOMY[name]}, plan="sm90")
-    assert plan.error.startswith(
-        f"flashattn_ext: plan='sm90' does not run this call: {name} is not in the CUDA kernels"
-    )
-
-
-def test_the_backward_of_a_forced_hopper_forward():
-    """The family has none, so its backward is the one that runs the call."""
-    backward = explain_shape(plan="sm90", backward=True)
-    assert backward == explain_shape(backward=True)
-    assert backward.family == "sm80"
-    assert backward.rejected["sm90"] == "it has the forward only"
-    assert explain_shape(plan="sm80", backward=True).family == "sm80"
-    assert "plan=" not in explain_shape(plan="sm90", backward=True, dim=12).error
-
-
 # ---- limits ----
 
 
-def native_problem(**sizes):
-    problem = _native.Problem()
-    defaults = {"batch": 1, "num_heads_q": 1, "num_heads_k": 1, "head_dim": 64, "head_dim_v": 64}
-    for name, value in (defaults | sizes).items():
-        setattr(problem, name, value)
-    problem.total_q = problem.batch * problem.seqlen_q
-    problem.total_k = problem.batch * problem.seqlen_k
-    return problem
-
-
 def native_error(**sizes):
-    return _native.explain(native_problem(**sizes), native_device(DEVICES["h200"])).error
+    return NATIVE.explain(native_problem(**sizes), native_device(DEVICES["h200"])).error
 
 
 def test_length_limits():
@@ -497,7 +210,7 @@ def test_grid_limits():
     assert "is larger than 2147483647; split the batch" in native_error(
         seqlen_q=2**20, seqlen_k=1, batch=2**20, num_heads_q=16
     )
-    for op in (_native.Op.forward, _native.Op.backward):  # a product past int64 must not wrap
+    for op in (NATIVE.Op.forward, NATIVE.Op.backward):  # a product past int64 must not wrap
         error = native_error(
             op=op, seqlen_q=2**30 - 1, seqlen_k=2**30 - 1, batch=2**20, num_heads_q=2**10
         )
@@ -567,7 +280,7 @@ def test_windows_of_unequal_lengths():
 
 
 def test_families_and_their_reasons():
-    assert [name for name, _ in _native.FAMILIES] == [*CUDA_FAMILIES, "spec"]
+    assert [name for name, _ in NATIVE.FAMILIES] == [*CUDA_FAMILIES, "spec"]
     hopper, ampere, on_cpu = (explain_shape(device=name) for name in ("h200", "a100", "cpu"))
     assert (hopper.family, ampere.family, on_cpu.family) == ("sm90", "sm80", "spec")
     on_cuda, on_the_cpu = "these are on a CUDA device", "these are on the CPU"
