@@ -13,64 +13,32 @@ from cases import Case, Options, VarlenCase, heads_first, make_tensors
 
 from flashattn_ext import flash_attn_func, merge
 
+
+def small(head_dim, seqlen_q=130, seqlen_k=67, **fields):
+    """One sequence in bf16, one head of K and V for two of Q, unless told otherwise."""
+    few = {"batch": 1, "heads_q": 2, "heads_k": 1, "dtype": torch.bfloat16}
+    return Case(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **few | fields)
+
+
 DENSE = [
-    Case(
-        head_dim=head_dim,
-        seqlen_q=130,
-        seqlen_k=67,
-        batch=1,
-        heads_q=2,
-        heads_k=1,
-        dtype=dtype,
-        options=options,
-    )
-    for head_dim, dtype, options in (
-        (32, torch.bfloat16, Options()),
-        (64, torch.bfloat16, Options(causal=True)),
-        (64, torch.float16, Options(window_size=(20, 5), softcap=10.0)),
-        (72, torch.bfloat16, Options(causal="top_left")),
-        (96, torch.float16, Options()),
-        (128, torch.bfloat16, Options(causal=True, window_size=(33, -1))),
-        (192, torch.float16, Options(causal=True)),
-        (256, torch.bfloat16, Options(softcap=10.0)),
-    )
+    small(32),
+    small(64, options=Options(causal=True)),
+    small(64, dtype=torch.float16, options=Options(window_size=(20, 5), softcap=10.0)),
+    small(72, options=Options(causal="top_left")),
+    small(96, dtype=torch.float16),
+    small(128, options=Options(causal=True, window_size=(33, -1))),
+    small(192, dtype=torch.float16, options=Options(causal=True)),
+    small(256, options=Options(softcap=10.0)),
 ]
 # Rows of the forward's Hopper tile table that the lengths above do not reach, and blocks of keys
 # that a part of a tile leaves out, ahead of its first and behind its last.
 FORWARD = [
     *(
-        Case(
-            head_dim=head_dim,
-            seqlen_q=140,
-            seqlen_k=400,
-            batch=1,
-            heads_q=1,
-            heads_k=1,
-            dtype=torch.bfloat16,
-            options=Options(window_size=(150, 0)),
-        )
+        small(head_dim, 140, 400, heads_q=1, options=Options(window_size=(150, 0)))
         for head_dim in (64, 128, 256)
     ),
-    Case(
-        head_dim=64,
-        seqlen_q=200,
-        seqlen_k=1100,
-        batch=1,
-        heads_q=1,
-        heads_k=1,
-        dtype=torch.bfloat16,
-    ),
-    Case(
-        head_dim=192,
-        head_dim_v=128,
-        seqlen_q=130,
-        seqlen_k=140,
-        batch=1,
-        heads_q=2,
-        heads_k=1,
-        dtype=torch.bfloat16,
-        options=Options(causal=True),
-    ),
+    small(64, 200, 1100, heads_q=1),
+    small(192, 130, 140, head_dim_v=128, options=Options(causal=True)),
 ]
 PACKED = [
     VarlenCase(

@@ -98,7 +98,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
       return reason;
     }
   }
-  plan.sm90_fwd_tile = &pick_tile(problem, canonical_window(problem));
+  plan.sm90_fwd_tile = &pick_tile(problem, plan.window);
   const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
   const int64_t most_ctas = int64_t{device.num_sms} * plan.sm90_fwd_tile->ctas_per_sm;
   // Tiles are numbered in 32 bits, and a CTA may draw one number too many.

@@ -14,6 +14,7 @@ Reason choose(const Family& family, const Problem& problem, const DeviceInfo& de
     return {"it runs on CPU tensors and these are on a CUDA device"};
   }
   if (problem.op == Op::kBackward && !family.has_backward) return {"it has the forward only"};
+  plan.window = canonical_window(problem);  // families choose by it
   return family.choose(problem, device, plan);
 }
 
@@ -59,7 +60,6 @@ Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_vie
     Plan plan;
     if (choose(*family, problem, device, plan)) continue;
     plan.family = family;
-    plan.window = canonical_window(problem);
     plan.empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0 ||
                  problem.total_q == 0 || problem.total_k == 0 || problem.num_heads_q == 0;
     return plan;

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "attention/launch.cuh"
 #include "attention/tile_order.h"
@@ -25,28 +26,23 @@ cudaError_t launch_fwd(const FwdParams& params, const FwdSchedule& schedule, cud
   const int32_t batch = varlen ? 1 : params.batch;
   const int64_t rows_q = varlen ? params.total_q : params.seqlen_q;
   const int64_t rows_k = varlen ? params.total_k : params.seqlen_k;
+  const int32_t heads_q = params.num_heads_q, heads_k = params.num_heads_k;
+  const int32_t dim = params.head_dim, dim_v = params.head_dim_v;
+  const Dtype dtype = params.dtype;
   FwdTensorMaps maps;
-  const auto encode = [&](CUtensorMap* map, const void* data, const Strides& strides, int64_t rows,
-                          int32_t heads, int32_t head_dim, int32_t box_rows) {
-    return encode_tensor_map({data, batch, rows, heads, head_dim, strides, box_rows, params.dtype},
-                             map);
-  };
-  cudaError_t error =
-      encode(&maps.q, params.q, params.q_strides, rows_q, params.num_heads_q, params.head_dim, 64);
-  if (error != cudaSuccess) return error;
-  error = encode(&maps.k, params.k, params.k_strides, rows_k, params.num_heads_k, params.head_dim,
-                 Config::kBlockN);
-  if (error != cudaSuccess) return error;
-  error = encode(&maps.v, params.v, params.v_strides, rows_k, params.num_heads_k, params.head_dim_v,
-                 Config::kBlockN);
-  if (error != cudaSuccess) return error;
-  if constexpr (Config::kTile.tma_store) {
-    error = encode(&maps.out, params.out, params.out_strides, rows_q, params.num_heads_q,
-                   params.head_dim_v, 16);
+  const std::pair<CUtensorMap*, TensorMapShape> encoded[] = {
+      {&maps.q, {params.q, batch, rows_q, heads_q, dim, params.q_strides, 64, dtype}},
+      {&maps.k, {params.k, batch, rows_k, heads_k, dim, params.k_strides, Config::kBlockN, dtype}},
+      {&maps.v,
+       {params.v, batch, rows_k, heads_k, dim_v, params.v_strides, Config::kBlockN, dtype}},
+      {&maps.out, {params.out, batch, rows_q, heads_q, dim_v, params.out_strides, 16, dtype}}};
+  for (const auto& [map, shape] : encoded) {
+    if (map == &maps.out && !Config::kTile.tma_store) continue;
+    const cudaError_t error = encode_tensor_map(shape, map);
     if (error != cudaSuccess) return error;
   }
   auto* kernel = flash_fwd_sm90_kernel<Config>;
-  error = allow_smem<Config>(kernel);
+  const cudaError_t error = allow_smem<Config>(kernel);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute beside_counter{};
   beside_counter.id = cudaLaunchAttributeProgrammaticStreamSerialization;
