@@ -6,8 +6,9 @@
 //
 // Two kinds of step. `step` finds the block's maximum first, moves the reference where it must, and
 // is right for any block. `step_fixed` computes P from the reference as it stands, with no maximum
-// and no traffic between lanes; the row sums, which are needed anyway, show whether a row outgrew
-// its range, and `settle` makes good what did. It needs that every row has a reference.
+// and no traffic between lanes. The row sums, which are needed anyway, show whether a row outgrew
+// its range: `take_sums` takes them where none did, and `settle` makes good what did. It needs that
+// every row has a reference.
 //
 // A warp's 16 rows; row g + 8*half of lane 4g+t is [half]. Every decision is taken per row, and the
 // warp votes only on whether there is something to do: in a step, a row's bits depend on no other,
@@ -97,76 +98,31 @@ struct LazySoftmax {
   }
 
   // Logits to unnormalised probabilities, in place, relative to the reference as it stands, and
-  // this lane's part of the block's row sums; `settle` is to follow.
+  // this lane's part of the block's row sums; `take_sums` is to follow.
   template <int kNTiles>
   __device__ __forceinline__ void step_fixed(float (&part)[2], float (&acc_s)[kNTiles][4],
                                              float log2_scale) const {
     probabilities(part, acc_s, log2_scale, reference[0], reference[1]);
   }
 
-  // Takes the block's row sums, and moves the references of rows that outgrew them: their P (in
-  // acc_s, packed in p), O and sums are scaled. Where P has overflowed to infinity,
-  // logits_of(j, logits) computes the logits of 8-key tile j again. Returns whether any row did:
-  // dearer than `step`, which is the better choice for the next block then.
+  // Takes the block's row sums, unless some row of the warp outgrew its reference: then false, and
+  // `settle` is to follow. A sum that is not a number comes from a logit that is none: no reference
+  // would mend it.
+  __device__ __forceinline__ bool take_sums(const float (&part)[2]) {
+    if (__any_sync(0xffffffffu, part[0] > Range::kLimit || part[1] > Range::kLimit)) return false;
+    row_sum[0] = __fadd_rn(row_sum[0], part[0]);
+    row_sum[1] = __fadd_rn(row_sum[1], part[1]);
+    return true;
+  }
+
+  // Takes the block's row sums and moves the references of rows that outgrew them: their P (in
+  // acc_s, packed in p), O and sums are scaled. Where P has overflowed to infinity, logits_of(j,
+  // logits) computes the logits of 8-key tile j again. Dearer than `step`, which is the better
+  // choice for the next block.
   template <int kNTiles, int kOTiles, typename LogitsOf>
-  __device__ __forceinline__ bool settle(const float (&part)[2], float (&acc_s)[kNTiles][4],
-                                         uint32_t (&p)[kNTiles / 2][4], float (&acc_o)[kOTiles][4],
-                                         float log2_scale, const LogitsOf& logits_of) {
-    // A sum that is not a number comes from a logit that is none: no reference would mend it.
-    const bool some_outgrew =
-        __any_sync(0xffffffffu, part[0] > Range::kLimit || part[1] > Range::kLimit);
-    if (some_outgrew) {
-      outgrown(acc_s, acc_o, log2_scale, logits_of);
-#pragma unroll
-      for (int kk = 0; kk < kNTiles / 2; ++kk) tile::pack_a_fragment<Element>(p[kk], acc_s, kk);
-    } else {
-      row_sum[0] = __fadd_rn(row_sum[0], part[0]);
-      row_sum[1] = __fadd_rn(row_sum[1], part[1]);
-    }
-    return some_outgrew;
-  }
-
-  // Completes row_sum over the row's four lanes; 1 / l, or 0 for a row that saw no key, and the
-  // row's natural-log LSE (-inf for such a row).
-  __device__ __forceinline__ void finish(float (&inv_sum)[2], float (&lse)[2]) const {
-    constexpr float kLn2 = 0.6931471805599453f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = row_sum[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      const bool empty = sum == 0.0f;  // not where it is not a number
-      inv_sum[half] = empty ? 0.0f : ptx::rcp_approx(sum);
-      lse[half] = empty ? -INFINITY : (reference[half] + ptx::lg2_approx(sum)) * kLn2;
-    }
-  }
-
- private:
-  __device__ __forceinline__ static float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  }
-
-  // Each row's largest logit times log2_scale. Two independent chains of maxima per row.
-  template <int kNTiles>
-  __device__ __forceinline__ static void row_maxima(float (&top)[2],
-                                                    const float (&acc_s)[kNTiles][4],
-                                                    float log2_scale) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float a = acc_s[0][2 * half], b = acc_s[0][2 * half + 1];
-#pragma unroll
-      for (int j = 1; j < kNTiles; ++j) {
-        a = fmaxf(a, acc_s[j][2 * half]);
-        b = fmaxf(b, acc_s[j][2 * half + 1]);
-      }
-      top[half] = __fmul_rn(quad_max(fmaxf(a, b)), log2_scale);
-    }
-  }
-
-  template <int kNTiles, int kOTiles, typename LogitsOf>
-  __device__ __forceinline__ void outgrown(float (&acc_s)[kNTiles][4], float (&acc_o)[kOTiles][4],
-                                           float log2_scale, const LogitsOf& logits_of) {
+  __device__ __forceinline__ void settle(float (&acc_s)[kNTiles][4], uint32_t (&p)[kNTiles / 2][4],
+                                         float (&acc_o)[kOTiles][4], float log2_scale,
+                                         const LogitsOf& logits_of) {
     // The block's sums once more, from values of which the compiler does not know that it has added
     // them up: kept for this rare case, they would be spilled in every other.
     float part[2];
@@ -221,6 +177,46 @@ struct LazySoftmax {
       for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) acc_o[j][e] = scaled(acc_o[j][e]);
+    }
+#pragma unroll
+    for (int kk = 0; kk < kNTiles / 2; ++kk) tile::pack_a_fragment<Element>(p[kk], acc_s, kk);
+  }
+
+  // Completes row_sum over the row's four lanes; 1 / l, or 0 for a row that saw no key, and the
+  // row's natural-log LSE (-inf for such a row).
+  __device__ __forceinline__ void finish(float (&inv_sum)[2], float (&lse)[2]) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = row_sum[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      const bool empty = sum == 0.0f;  // not where it is not a number
+      inv_sum[half] = empty ? 0.0f : ptx::rcp_approx(sum);
+      lse[half] = empty ? -INFINITY : (reference[half] + ptx::lg2_approx(sum)) * kLn2;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  }
+
+  // Each row's largest logit times log2_scale. Two independent chains of maxima per row.
+  template <int kNTiles>
+  __device__ __forceinline__ static void row_maxima(float (&top)[2],
+                                                    const float (&acc_s)[kNTiles][4],
+                                                    float log2_scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float a = acc_s[0][2 * half], b = acc_s[0][2 * half + 1];
+#pragma unroll
+      for (int j = 1; j < kNTiles; ++j) {
+        a = fmaxf(a, acc_s[j][2 * half]);
+        b = fmaxf(b, acc_s[j][2 * half + 1]);
+      }
+      top[half] = __fmul_rn(quad_max(fmaxf(a, b)), log2_scale);
     }
   }
 

@@ -133,10 +133,15 @@ class FwdConsumer {
     pack();
     --n_block;
 
-    int masked_begin = keys.open_end;
+    // Open blocks may take the short step. Not where a row lacks a reference (all its logits so far
+    // are -inf), nor, once a row grew, until none does: the worst case costs little more than a
+    // maximum per block.
+    bool open_steps = !kInPlace && (!kTile.fixed_reference || softmax.all_have_reference());
     while (true) {
 #pragma unroll 1
-      for (; n_block >= masked_begin; --n_block) {
+      for (; n_block >= keys.first &&
+             !(open_steps && n_block < keys.open_end && n_block >= keys.open_begin);
+           --n_block) {
         start_products();
         const FwdTileInfo tile = queue.tile();
         await_scores();
@@ -145,24 +150,23 @@ class FwdConsumer {
         await_output();
         pack();
         softmax.apply_rescale(acc_o);
+        if constexpr (!kInPlace && kTile.fixed_reference) {
+          open_steps = !softmax.must_rescale && softmax.all_have_reference();
+        }
       }
       if (kInPlace || n_block < keys.first) break;
-      masked_begin = keys.first;  // what will be left lies at a window's left edge
-      // A row lacks a reference where all its logits so far are -inf.
-      bool fixed = kTile.fixed_reference && softmax.all_have_reference();
+      bool settled = true;
 #pragma unroll 1
       for (; n_block >= keys.open_begin; --n_block) {
         start_products();
         await_scores();
-        if (fixed) {
+        if constexpr (kTile.fixed_reference) {
           float part[2];
           softmax.step_fixed(part, acc_s[0], transform.log2_scale);
           await_output();
           pack();
-          // Where a row grew, the warp goes on with exact steps until none does: the worst case
-          // costs little more than a maximum per block.
-          fixed = !softmax.settle(part, acc_s[0], p, acc_o, transform.log2_scale,
-                                  [&](int j, float(&logits)[4]) { recompute_logits(j, logits); });
+          settled = softmax.take_sums(part);
+          if (!settled) break;  // the rare case, out of this loop's way
           release(n_block == keys.first);
         } else {
           release(n_block == keys.first);
@@ -170,8 +174,14 @@ class FwdConsumer {
           await_output();
           pack();
           softmax.apply_rescale(acc_o);
-          fixed = kTile.fixed_reference && !softmax.must_rescale && softmax.all_have_reference();
         }
+      }
+      if (!settled) {
+        softmax.settle(acc_s[0], p, acc_o, transform.log2_scale,
+                       [&](int j, float(&logits)[4]) { recompute_logits(j, logits); });
+        release(n_block == keys.first);
+        --n_block;
+        open_steps = false;
       }
     }
   }

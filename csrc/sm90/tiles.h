@@ -46,7 +46,7 @@ inline constexpr FwdTile kFwdTiles[] = {
     {64, 64, 64, 2, 2, 4, 4, false, false, false, true, true, 1024, 4096},
     {64, 64, 128, 3, 1, 4, 3, false, true, false, true, true, kAnyLength, kAnyLength},
     {96, 96, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
-    {128, 128, 64, 2, 1, 5, 5, true, true, true, true, true, 0, 768},
+    {128, 128, 64, 2, 1, 5, 5, true, true, false, true, true, 0, 768},
     {128, 128, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
     {192, 128, 128, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
     {192, 192, 112, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},

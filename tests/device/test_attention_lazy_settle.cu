@@ -1,6 +1,6 @@
-// LazySoftmax::step_fixed and settle as the Hopper forward uses them: the first block by `step`,
-// then blocks whose probabilities are taken before anybody knows how large they are, and settled
-// afterwards; at a window's left edge again blocks by `step`.
+// LazySoftmax::step_fixed, take_sums and settle as the Hopper forward uses them: the first block by
+// `step`, then blocks whose probabilities are taken before anybody knows how large they are, and
+// settled afterwards; at a window's left edge again blocks by `step`.
 #include "attention/lazy_softmax.cuh"
 #include "lazy_rows.h"
 
@@ -43,10 +43,14 @@ __global__ void settle_kernel(const float* logits, int steps, int end_fixed, flo
       float part[2];
       softmax.step_fixed(part, acc_s[0], log2_scale);
       pack();
-      softmax.settle(part, acc_s[0], p, acc_o[0], log2_scale, [&](int j, float(&again)[4]) {
-        ++asked[j];
-        for (int e = 0; e < 4; ++e) again[e] = block[fragment_index<kNTiles>(threadIdx.x, 0, j, e)];
-      });
+      if (!softmax.take_sums(part)) {
+        softmax.settle(acc_s[0], p, acc_o[0], log2_scale, [&](int j, float(&again)[4]) {
+          ++asked[j];
+          for (int e = 0; e < 4; ++e) {
+            again[e] = block[fragment_index<kNTiles>(threadIdx.x, 0, j, e)];
+          }
+        });
+      }
     }
     // Register 2 * (j & 1) + (e >> 1) of fragment j / 2 holds element e of tile j, and its
     // neighbour.
