@@ -83,7 +83,8 @@ class FwdLoader {
 
   __device__ __forceinline__ void run() {
     FwdTileInfo tile = queue.wait();
-    bool started = false;  // the tile's first K and Q are on their way
+    Source source{};
+    bool started = false;  // the tile is located, its first K and Q are on their way
     while (tile.batch_idx >= 0) {
       if (!tile.has_work()) {
         ptx::mbarrier_arrive(barriers.near_end());
@@ -91,9 +92,9 @@ class FwdLoader {
         tile = queue.wait();
         continue;
       }
-      const Source source = locate(tile);
       const int first = tile.blocks.begin, last = tile.blocks.end - 1;
       if (!started) {
+        source = locate(tile);
         load_k(source, last);
         load_q(tile, source);
       }
@@ -113,6 +114,7 @@ class FwdLoader {
       if (started && Config::kTile.q_in_regs) load_q(tile, next);
       load_v(source, first);
       if (started && !Config::kTile.q_in_regs) load_q(tile, next);
+      source = next;
     }
   }
 
