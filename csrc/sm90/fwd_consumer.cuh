@@ -28,6 +28,8 @@ class FwdConsumer {
   // Where CTAs share an SM, they overlap each other's products and softmax. None has the registers
   // to do so by itself: P V runs alone, so that P may lie where S does.
   static constexpr bool kSerial = kTile.ctas_per_sm > 1;
+  // Masked blocks behind the first, too, take the short step.
+  static constexpr bool kShortMasked = kTile.fixed_reference && !kSerial;
   static constexpr int kSTiles = kBlockN / 8, kOTiles = kHeadDimV / 8;
   // Named barriers: one for all consumers; each one's turn to queue products.
   static constexpr int kVTailBarrier = 1, kTurnBarrier = 2;
@@ -140,7 +142,7 @@ class FwdConsumer {
     while (true) {
 #pragma unroll 1
       for (; n_block >= keys.first &&
-             !(open_steps && n_block < keys.open_end && n_block >= keys.open_begin);
+             !(open_steps && n_block < keys.open_end && n_block >= short_end(keys));
            --n_block) {
         start_products();
         const FwdTileInfo tile = queue.tile();
@@ -176,6 +178,21 @@ class FwdConsumer {
           softmax.apply_rescale(acc_o);
         }
       }
+      if constexpr (kShortMasked) {
+#pragma unroll 1
+        for (; settled && n_block >= short_end(keys); --n_block) {  // at a window's left edge
+          start_products();
+          await_scores();
+          mask(queue.tile(), n_block);
+          float part[2];
+          softmax.step_fixed(part, acc_s[0], transform.log2_scale);
+          await_output();
+          pack();
+          settled = softmax.take_sums(part);
+          if (!settled) break;
+          release(n_block == keys.first);
+        }
+      }
       if (!settled) {
         softmax.settle(acc_s[0], p, acc_o, transform.log2_scale,
                        [&](int j, float(&logits)[4]) { recompute_logits(j, logits); });
@@ -184,6 +201,12 @@ class FwdConsumer {
         open_steps = false;
       }
     }
+  }
+
+  // Where short steps end. Q in shared memory is given up to the next tile with the first block.
+  __device__ __forceinline__ static int short_end(const KeyBlocks& keys) {
+    if constexpr (!kShortMasked) return keys.open_begin;
+    return keys.first + (kTile.q_in_regs ? 0 : 1);
   }
 
   __device__ __forceinline__ KeyBlocks key_blocks() const {
@@ -224,12 +247,16 @@ class FwdConsumer {
   template <bool kInPlace>
   __device__ __forceinline__ void masked_softmax(const FwdTileInfo& tile, int n_block) {
     if constexpr (kInPlace) transform.apply(acc_s);
+    mask(tile, n_block);
+    softmax.step(acc_s[0], transform.log2_scale);
+  }
+
+  __device__ __forceinline__ void mask(const FwdTileInfo& tile, int n_block) {
     const Band band(params, tile.seqlen_q, tile.seqlen_k);
     const int row0 = first_row(tile.m0), n0 = n_block * kBlockN;
     if (__any_sync(0xffffffffu, !band.covers(row0, 16, n0, kBlockN))) {
       apply_mask(acc_s, band, row0, n0, lane());
     }
-    softmax.step(acc_s[0], transform.log2_scale);
   }
 
   // Read where needed rather than kept in registers.
