@@ -13,9 +13,13 @@ constexpr int64_t kMaxMapStride = int64_t{1} << 39;  // elements; tensor maps ho
 // Of an SM, of which each CTA takes 1 KB beside its own.
 constexpr int32_t kSmemHopper = 228 * 1024, kSmemReserved = 1024;
 
+bool is_masked(const Window& window) {
+  return window.left < kUnlimited || window.right < kUnlimited;
+}
+
 // The first row whose bucket holds the head dims and which is for as many keys as a query sees.
 const sm90::FwdTile& pick_tile(const Problem& problem, const Window& window) {
-  const bool masked = window.left < kUnlimited || window.right < kUnlimited;
+  const bool masked = is_masked(window);
   const int64_t keys = std::min<int64_t>(problem.seqlen_k, int64_t{window.left} + window.right + 1);
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
     if (problem.head_dim <= tile.bucket && problem.head_dim_v <= tile.bucket_v &&
@@ -104,7 +108,9 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
   if (Reason reason = reject_grid(tiles + most_ctas)) return reason;
   plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
-  if (tiles > plan.num_ctas) {
+  // Work is equal where every query sees all keys of sequences of one length.
+  const bool equal_tiles = !problem.varlen && !is_masked(plan.window);
+  if (tiles > plan.num_ctas && (!equal_tiles || plan.sm90_fwd_tile->draw_equal_tiles)) {
     plan.workspace_bytes = sizeof(int32_t);
     plan.workspace_formula = "one counter of tiles";
   }

@@ -24,6 +24,9 @@ struct FwdConfig {
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0);
 
+  // Some of a tile's key blocks may be seen by other consumers' queries only.
+  static constexpr bool kSkips = kBlockN < kBlockM;
+
   // Registers per thread: of an SM's 64K, what a producer does not need. Measured to compile clean.
   static constexpr int kWarpgroups = kTile.ctas_per_sm * kConsumers;
   static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : kWarpgroups == 3 ? 32 : 24;
@@ -46,7 +49,7 @@ struct FwdConfig {
   static constexpr uint32_t kOffsetO = kOffsetV + kTile.v_stages * kVBytes;
   static constexpr uint32_t kOffsetTiles = kOffsetO + 4 * kConsumers * kOBytes;
   static constexpr uint32_t kOffsetBarriers =
-      kOffsetTiles + FwdTile::kTileSlotBytes * FwdTile::kTileSlots;
+      kOffsetTiles + kTile.tile_slot_bytes() * FwdTile::kTileSlots;
   static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
   static_assert(kSmemBytes == kTile.smem_bytes());
 };
@@ -127,6 +130,14 @@ struct FwdTileInfo {
   __device__ __forceinline__ bool has_work() const { return blocks.end > blocks.begin; }
 };
 
+// The key blocks of a consumer's 64 queries, visited from `last` to `first`. Those in [open_begin,
+// open_end) are seen whole by all of them, and not as a query's first, so that rows have a
+// reference by then; open_end >= first. Of the tile's blocks, `before` come ahead of `last` and
+// `behind` after `first`: other consumers see something of them.
+struct KeyBlocks {
+  int32_t first, last, before, behind, open_begin, open_end;
+};
+
 // Tiles on their way from the scheduler to the loader and the consumers, through slots in shared
 // memory. Each reader has a queue of its own, at its own place. A tile stays in its slot until
 // every reader has released it: read where it is needed, it takes no registers.
@@ -137,17 +148,24 @@ class TileQueue {
       : slots(smem + Config::kOffsetTiles), barriers(barriers) {}
 
   // The scheduler's thread.
-  __device__ __forceinline__ void push(const FwdTileInfo& tile) {
+  __device__ __forceinline__ void push(const FwdTileInfo& tile,
+                                       const KeyBlocks (&keys)[Config::kConsumers]) {
     ptx::mbarrier_wait(barriers.tile_empty(ring.stage()), ring.phase() ^ 1);
     const uint32_t slot = slots + kSlotBytes * ring.stage();
     ptx::st_shared_v4(slot, make_int4(tile.batch_idx, tile.head_idx, tile.m0, tile.q_start));
     ptx::st_shared_v4(slot + 16,
                       make_int4(tile.seqlen_q, tile.seqlen_k, tile.blocks.begin, tile.blocks.end));
     ptx::st_shared_b32(slot + 32, tile.k_start);
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      const KeyBlocks& k = keys[c];
+      ptx::st_shared_v4(slot + 48 + 32 * c, make_int4(k.first, k.last, k.before, k.behind));
+      ptx::st_shared_v4(slot + 64 + 32 * c, make_int4(k.open_begin, k.open_end, 0, 0));
+    }
     ptx::mbarrier_arrive(barriers.tile_full(ring.stage()));
     ring.advance();
   }
-  __device__ __forceinline__ void push_end() { push({-1, 0, 0, 0, 0, 0, 0, {0, 0}}); }
+  __device__ __forceinline__ void push_end() { push({-1, 0, 0, 0, 0, 0, 0, {0, 0}}, {}); }
 
   // A reader waits for the next tile; batch_idx is -1 at the end.
   __device__ __forceinline__ FwdTileInfo wait() const {
@@ -160,6 +178,12 @@ class TileQueue {
     const int k_start = ptx::ld_shared_b32(slot + 32);
     return {a.x, a.y, a.z, a.w, k_start, b.x, b.y, {b.z, b.w}};
   }
+  __device__ __forceinline__ KeyBlocks keys(int consumer) const {
+    const uint32_t place = slots + kSlotBytes * ring.stage() + 48 + 32 * consumer;
+    const int4 a = ptx::ld_shared_v4_b32(place), b = ptx::ld_shared_v4_b32(place + 16);
+    return {ptx::uniform(a.x), ptx::uniform(a.y), ptx::uniform(a.z),
+            ptx::uniform(a.w), ptx::uniform(b.x), ptx::uniform(b.y)};
+  }
   // Every thread of a consumer, one of the loader.
   __device__ __forceinline__ void release() {
     ptx::mbarrier_arrive(barriers.tile_empty(ring.stage()));
@@ -167,7 +191,7 @@ class TileQueue {
   }
 
  private:
-  static constexpr int kSlotBytes = FwdTile::kTileSlotBytes;
+  static constexpr int kSlotBytes = Config::kTile.tile_slot_bytes();
 
   const uint32_t slots;
   const FwdBarriers<Config> barriers;

@@ -23,8 +23,7 @@ class FwdConsumer {
   static constexpr FwdTile kTile = Config::kTile;
   static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   static constexpr int kBlockN = Config::kBlockN;
-  // Some of a tile's key blocks may be seen by other consumers' queries only.
-  static constexpr bool kSkips = kBlockN < Config::kBlockM;
+  static constexpr bool kSkips = Config::kSkips;
   // Where CTAs share an SM, they overlap each other's products and softmax. None has the registers
   // to do so by itself: P V runs alone, so that P may lie where S does.
   static constexpr bool kSerial = kTile.ctas_per_sm > 1;
@@ -55,7 +54,7 @@ class FwdConsumer {
     issue_qk();  // where there is no tile, of whatever lies there, and nobody reads it
     if (more) release_q_fragments();
     while (more) {
-      if constexpr (!kSkips) keys = key_blocks();
+      if constexpr (!kSkips) keys = queue.keys(consumer);
       start_softmax();
       tile::clear(acc_o);
       zero_v_tail();
@@ -99,15 +98,6 @@ class FwdConsumer {
   }
 
  private:
-  // The key blocks of this consumer's 64 queries, visited from `last` to `first`. Those in
-  // [open_begin, open_end) are seen whole by all of them, as bare scaled products, and not as a
-  // query's first, so that rows have a reference by then; open_end >= first. Of the tile's blocks,
-  // `before` come ahead of `last` and `behind` after `first`: other consumers see something of
-  // them.
-  struct KeyBlocks {
-    int first, last, open_begin, open_end, before, behind;
-  };
-
   // Waits for the next tile with something to do; false at the end. Queries that see no key get
   // their zeros on the way. Only where blocks may be skipped are `keys` needed, and found, so
   // early.
@@ -115,7 +105,7 @@ class FwdConsumer {
     while (true) {
       const FwdTileInfo tile = queue.wait();
       if (__all_sync(0xffffffffu, tile.has_work())) {
-        if constexpr (kSkips) keys = key_blocks();
+        if constexpr (kSkips) keys = queue.keys(consumer);
         return true;
       }
       if (__any_sync(0xffffffffu, tile.batch_idx < 0)) return false;
@@ -131,64 +121,42 @@ class FwdConsumer {
     int n_block = keys.last;
     ptx::wgmma_pin(acc_s[0]);
     release(n_block == keys.first);
-    masked_softmax<kInPlace>(first_tile, n_block);
+    exact_softmax<kInPlace, true>(first_tile, n_block);
     pack();
     --n_block;
 
-    // Open blocks may take the short step. Not where a row lacks a reference (all its logits so far
-    // are -inf), nor, once a row grew, until none does: the worst case costs little more than a
-    // maximum per block.
-    bool open_steps = !kInPlace && (!kTile.fixed_reference || softmax.all_have_reference());
+    // Blocks down to masked_begin take exact steps, with a mask where they need one. Short steps
+    // wait until every row has a reference (none has where all its logits so far are -inf) and,
+    // once a row grew, until none does: the worst case costs little more than a maximum per block.
+    int masked_begin = keys.open_end;
+    if (kInPlace || (kTile.fixed_reference && !softmax.all_have_reference())) {
+      masked_begin = keys.first;
+    }
     while (true) {
 #pragma unroll 1
-      for (; n_block >= keys.first &&
-             !(open_steps && n_block < keys.open_end && n_block >= short_end(keys));
-           --n_block) {
-        start_products();
-        const FwdTileInfo tile = queue.tile();
-        await_scores();
-        release(n_block == keys.first);
-        masked_softmax<kInPlace>(tile, n_block);
-        await_output();
-        pack();
-        softmax.apply_rescale(acc_o);
+      for (; n_block >= masked_begin; --n_block) {
+        exact_step<kInPlace, true>(keys, n_block);
         if constexpr (!kInPlace && kTile.fixed_reference) {
-          open_steps = !softmax.must_rescale && softmax.all_have_reference();
+          const bool calm = !softmax.must_rescale && softmax.all_have_reference();
+          masked_begin = calm && n_block > short_end(keys) ? keys.open_end : keys.first;
         }
       }
       if (kInPlace || n_block < keys.first) break;
       bool settled = true;
 #pragma unroll 1
       for (; n_block >= keys.open_begin; --n_block) {
-        start_products();
-        await_scores();
         if constexpr (kTile.fixed_reference) {
-          float part[2];
-          softmax.step_fixed(part, acc_s[0], transform.log2_scale);
-          await_output();
-          pack();
-          settled = softmax.take_sums(part);
+          settled = short_step<false>(n_block);
           if (!settled) break;  // the rare case, out of this loop's way
           release(n_block == keys.first);
         } else {
-          release(n_block == keys.first);
-          softmax.step(acc_s[0], transform.log2_scale);
-          await_output();
-          pack();
-          softmax.apply_rescale(acc_o);
+          exact_step<false, false>(keys, n_block);
         }
       }
       if constexpr (kShortMasked) {
 #pragma unroll 1
         for (; settled && n_block >= short_end(keys); --n_block) {  // at a window's left edge
-          start_products();
-          await_scores();
-          mask(queue.tile(), n_block);
-          float part[2];
-          softmax.step_fixed(part, acc_s[0], transform.log2_scale);
-          await_output();
-          pack();
-          settled = softmax.take_sums(part);
+          settled = short_step<true>(n_block);
           if (!settled) break;
           release(n_block == keys.first);
         }
@@ -198,39 +166,41 @@ class FwdConsumer {
                        [&](int j, float(&logits)[4]) { recompute_logits(j, logits); });
         release(n_block == keys.first);
         --n_block;
-        open_steps = false;
       }
+      masked_begin = keys.first;
     }
+  }
+
+  // A block with its maxima.
+  template <bool kInPlace, bool kMasked>
+  __device__ __forceinline__ void exact_step(const KeyBlocks& keys, int n_block) {
+    start_products();
+    await_scores();
+    release(n_block == keys.first);
+    exact_softmax<kInPlace, kMasked>(queue.tile(), n_block);
+    await_output();
+    pack();
+    softmax.apply_rescale(acc_o);
+  }
+
+  // A block by the references as they stand. False where a row outgrew its own: `settle` is to
+  // follow, for which K stays; then, or else at once, `release`.
+  template <bool kMasked>
+  __device__ __forceinline__ bool short_step(int n_block) {
+    start_products();
+    await_scores();
+    if constexpr (kMasked) mask(queue.tile(), n_block);
+    float part[2];
+    softmax.step_fixed(part, acc_s[0], transform.log2_scale);
+    await_output();
+    pack();
+    return softmax.take_sums(part);
   }
 
   // Where short steps end. Q in shared memory is given up to the next tile with the first block.
   __device__ __forceinline__ static int short_end(const KeyBlocks& keys) {
     if constexpr (!kShortMasked) return keys.open_begin;
     return keys.first + (kTile.q_in_regs ? 0 : 1);
-  }
-
-  __device__ __forceinline__ KeyBlocks key_blocks() const {
-    const FwdTileInfo tile = queue.tile();
-    const Band band(params, tile.seqlen_q, tile.seqlen_k);
-    const int row0 = tile.m0 + 64 * consumer;
-    int first = tile.blocks.begin, last = tile.blocks.end - 1;
-    if constexpr (kSkips) {
-      // At least one block is these queries' own, although they may see nothing of it.
-      const int last_row = min(row0 + 63, tile.seqlen_q - 1);
-      last = max(min((band.end_key(last_row) - 1) / kBlockN, last), first);
-      first = min(max(band.first_key(row0) / kBlockN, first), last);
-    }
-    // Q in shared memory is given up to the next tile with the first block: no recomputation there.
-    const int begin = first + (kTile.fixed_reference && !kTile.q_in_regs ? 1 : 0);
-    const int open_begin = max((band.first_key(row0 + 63) + kBlockN - 1) / kBlockN, begin);
-    const int open_end =
-        transform.in_place ? first : max((band.end_key(row0) - 1) / kBlockN, first);
-    return {ptx::uniform(first),
-            ptx::uniform(last),
-            ptx::uniform(open_begin),
-            ptx::uniform(open_end),
-            ptx::uniform(tile.blocks.end - 1 - last),
-            ptx::uniform(first - tile.blocks.begin)};
   }
 
   // Rows behind the sequence's end hold another's queries, or anything.
@@ -244,10 +214,10 @@ class FwdConsumer {
     }
   }
 
-  template <bool kInPlace>
-  __device__ __forceinline__ void masked_softmax(const FwdTileInfo& tile, int n_block) {
+  template <bool kInPlace, bool kMasked>
+  __device__ __forceinline__ void exact_softmax(const FwdTileInfo& tile, int n_block) {
     if constexpr (kInPlace) transform.apply(acc_s);
-    mask(tile, n_block);
+    if constexpr (kMasked) mask(tile, n_block);
     softmax.step(acc_s[0], transform.log2_scale);
   }
 

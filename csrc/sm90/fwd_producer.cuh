@@ -23,7 +23,10 @@ class FwdScheduler {
     for (int32_t tile_idx = blockIdx.x; tile_idx < num_tiles; tile_idx = draw(tile_idx)) {
       const FwdTileInfo tile = describe(tiles.order.tile(tile_idx));
       if (tile.m0 >= tile.seqlen_q) continue;
-      queue.push(tile);
+      KeyBlocks keys[Config::kConsumers];
+#pragma unroll
+      for (int c = 0; c < Config::kConsumers; ++c) keys[c] = key_blocks(tile, c);
+      queue.push(tile, keys);
       // The next one's number is drawn when this tile is nearly loaded, so that tiles go to CTAs in
       // the order in which these become free.
       ptx::mbarrier_wait(barriers.near_end(), phase);
@@ -46,6 +49,28 @@ class FwdScheduler {
             side_q.length,
             side_k.length,
             band.key_blocks(m0, Config::kBlockM, Config::kBlockN)};
+  }
+
+  __device__ __forceinline__ KeyBlocks key_blocks(const FwdTileInfo& tile, int consumer) const {
+    constexpr int kBlockN = Config::kBlockN;
+    const Band band(params, tile.seqlen_q, tile.seqlen_k);
+    const int row0 = tile.m0 + 64 * consumer;
+    int first = tile.blocks.begin, last = tile.blocks.end - 1;
+    if constexpr (Config::kSkips) {
+      // At least one block is these queries' own, although they may see nothing of it.
+      const int last_row = min(row0 + 63, tile.seqlen_q - 1);
+      last = max(min((band.end_key(last_row) - 1) / kBlockN, last), first);
+      first = min(max(band.first_key(row0) / kBlockN, first), last);
+    }
+    // Q in shared memory is given up to the next tile with the first block: no recomputation there.
+    const int begin = first + (Config::kTile.fixed_reference && !Config::kTile.q_in_regs ? 1 : 0);
+    const int open_begin = max((band.first_key(row0 + 63) + kBlockN - 1) / kBlockN, begin);
+    return {first,
+            last,
+            tile.blocks.end - 1 - last,
+            first - tile.blocks.begin,
+            open_begin,
+            max((band.end_key(row0) - 1) / kBlockN, first)};
   }
 
   // The number of the next tile: every grid-th, or what the counter says.

@@ -19,6 +19,7 @@ struct FwdTile {
   bool cross_tile;             // the next tile's first product runs behind this one's last
   bool tma_store;              // O through shared memory; else from registers
   bool fixed_reference;        // softmax without a running maximum
+  bool draw_equal_tiles;       // CTAs draw tiles of equal work, too, rather than take every grid-th
   // The row is for problems whose queries see up to so many keys: without a mask, and with a causal
   // mask or window.
   int32_t most_keys, most_keys_masked;
@@ -27,7 +28,8 @@ struct FwdTile {
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
 
   // Shared memory. A tile is stored as chunks of 64 columns.
-  static constexpr int32_t kTileSlots = 2, kTileSlotBytes = 48;
+  static constexpr int32_t kTileSlots = 2;
+  constexpr int32_t tile_slot_bytes() const { return 48 + 32 * consumers; }
   static constexpr int32_t chunk_bytes(int32_t rows) { return 128 * rows; }
   constexpr int32_t qk_chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t v_chunks() const { return (bucket_v + 63) / 64; }
@@ -37,20 +39,20 @@ struct FwdTile {
   constexpr int32_t smem_bytes() const {
     return chunk_bytes(block_m()) * (qk_chunks() + (tma_store ? v_chunks() : 0)) +
            chunk_bytes(block_n) * (k_stages * qk_chunks() + v_stages * v_chunks()) +
-           8 * num_barriers() + kTileSlotBytes * kTileSlots;
+           8 * num_barriers() + tile_slot_bytes() * kTileSlots;
   }
 };
 
 // Measurements: docs/tuning.md.
 inline constexpr FwdTile kFwdTiles[] = {
-    {64, 64, 64, 2, 2, 4, 4, false, false, false, true, true, 1024, 4096},
-    {64, 64, 128, 3, 1, 4, 3, false, true, false, true, true, kAnyLength, kAnyLength},
-    {96, 96, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
-    {128, 128, 64, 2, 1, 5, 5, true, true, false, true, true, 0, 768},
-    {128, 128, 128, 2, 1, 3, 2, true, false, true, true, true, kAnyLength, kAnyLength},
-    {192, 128, 128, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
-    {192, 192, 112, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
-    {256, 256, 80, 2, 1, 2, 2, false, true, true, false, false, kAnyLength, kAnyLength},
+    {64, 64, 64, 2, 2, 4, 4, false, false, false, true, true, true, 1024, 4096},
+    {64, 64, 128, 3, 1, 4, 3, false, true, false, true, true, true, kAnyLength, kAnyLength},
+    {96, 96, 128, 2, 1, 3, 2, true, true, true, true, true, false, kAnyLength, kAnyLength},
+    {128, 128, 64, 2, 1, 5, 5, true, true, false, true, true, true, 0, 1100},
+    {128, 128, 128, 2, 1, 3, 2, true, true, true, true, true, false, kAnyLength, kAnyLength},
+    {192, 128, 128, 2, 1, 2, 2, false, true, true, false, false, true, kAnyLength, kAnyLength},
+    {192, 192, 112, 2, 1, 2, 2, false, true, true, false, false, true, kAnyLength, kAnyLength},
+    {256, 256, 80, 2, 1, 2, 2, false, true, true, false, false, false, kAnyLength, kAnyLength},
 };
 
 }  // namespace flashattn_ext::sm90
