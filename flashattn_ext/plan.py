@@ -324,6 +324,9 @@ def make_problem(
         problem.total_q = problem.batch * problem.seqlen_q
         problem.total_k = problem.batch * problem.seqlen_k
     problem.q, problem.k, problem.v = layout(q), layout(k), layout(v)
+    if backward:  # out is the forward's own, and dout is taken to lie like it
+        problem.out = layout(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta"))
+        problem.dout = problem.out
     problem.causal = options.get("causal", False)
     problem.top_left = options.get("top_left", False)
     problem.window_left = options.get("window_left", -1)

@@ -98,13 +98,14 @@ def test_what_the_call_refuses_is_refused_here():
 def test_a_plan_prints_what_matters():
     text = str(explain(*SHAPES, causal=True, backward=True, device="h200"))
     for part in (
-        "bwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm80",
-        "flash_bwd_dq_sm80_kernel: tile ",
-        "flash_bwd_dkv_sm80_kernel: tile ",
+        "bwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm90",
+        "flash_bwd_delta_kernel",
+        "flash_bwd_dq_sm90_kernel: tile ",
+        "flash_bwd_dkv_sm90_kernel: tile ",
         "workspace: 19200 bytes = 8 * num_heads_q * batch * seqlen_q",
         "copied to a contiguous tensor first: none",
         "window: left unlimited, right 0",
-        "not sm90: it has the forward only",
+        "not sm80: it runs this call and was not the one chosen",
         "not spec: it runs on CPU tensors",
     ):
         assert part in text

@@ -10,13 +10,11 @@ from plans import HEAD_DIMS, NATIVE, ROOMY, ceil_div, explain_shape, native_prob
 from flashattn_ext.plan import DEVICES, explain, native_device
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_hopper_kernels_run_the_forward_on_compute_capability_9_0_alone(device):
-    plan = explain_shape(device=device)
+def test_hopper_kernels_run_on_compute_capability_9_0_alone(device, backward):
+    plan = explain_shape(device=device, backward=backward)
     assert (plan.family == "sm90") == (DEVICES[device].compute_capability == (9, 0))
-    assert explain_shape(device=device, backward=True).family == (
-        "spec" if device == "cpu" else "sm80"
-    )
 
 
 def hopper_kernel(plan):
@@ -253,11 +251,49 @@ def test_hopper_kernels_name_the_option_they_lack(name):
     )
 
 
-def test_the_backward_of_a_forced_hopper_forward():
-    """The family has none, so its backward is the one that runs the call."""
-    backward = explain_shape(plan="sm90", backward=True)
-    assert backward == explain_shape(backward=True)
-    assert backward.family == "sm80"
-    assert backward.rejected["sm90"] == "it has the forward only"
-    assert explain_shape(plan="sm80", backward=True).family == "sm80"
-    assert "plan=" not in explain_shape(plan="sm90", backward=True, dim=12).error
+def backward_kernels(**options):
+    plan = explain_shape(backward=True, **options)
+    assert plan.family == "sm90", plan
+    delta, dq, dkv = plan.kernels
+    assert [delta.name, dq.name, dkv.name] == [
+        "flash_bwd_delta_kernel",
+        "flash_bwd_dq_sm90_kernel",
+        "flash_bwd_dkv_sm90_kernel",
+    ]
+    return plan, dq, dkv
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_hopper_backward_tiles_fit(dim):
+    """In chunks of 64 columns of two bytes: Q and dO beside stages of K and V, and the reverse."""
+    _, dq, dkv = backward_kernels(dim=dim)
+    chunk_bytes = 128 * ceil_div(dim, 64)
+    most = DEVICES["h200"].smem_per_block_bytes
+    assert 2 * chunk_bytes * (dq.block_m + dq.block_n) < dq.smem_bytes <= most
+    rows = dkv.block_n + dkv.stages * dkv.block_m
+    assert 2 * chunk_bytes * rows < dkv.smem_bytes <= most
+    for kernel in (dq, dkv):
+        assert kernel.num_warps % 4 == 0  # warpgroups
+        assert kernel.block_m % 64 == 0
+        assert kernel.block_n % 64 == 0
+
+
+def test_hopper_backward_tiles_by_the_wider_head_dim():
+    for dim, dim_v in ((64, 128), (128, 64), (200, 8), (8, 200)):
+        assert (
+            backward_kernels(dim=dim, dim_v=dim_v)[1:] == backward_kernels(dim=max(dim, dim_v))[1:]
+        )
+
+
+def test_hopper_backward_grids():
+    """A CTA per block of queries of a query head, and per block of keys of a KV head."""
+    sizes = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 2000, "heads_q": 6, "heads_k": 2}
+    plan, dq, dkv = backward_kernels(**sizes, dim=128)
+    assert dq.grid == 3 * 6 * ceil_div(1000, dq.block_m)
+    assert dkv.grid == 3 * 2 * ceil_div(2000, dkv.block_n)
+    assert plan.workspace_bytes == 8 * 6 * 3 * 1000
+
+
+def test_the_backward_of_a_forced_forward_is_its_family_s():
+    for family in ("sm90", "sm80"):
+        assert explain_shape(plan=family, backward=True).family == family

@@ -271,8 +271,13 @@ FwdResult fwd_cuda(const FwdArgs& args) {
 void launch_bwd(const Plan& plan, const BwdParams& params) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(smxx::run_bwd_delta(params, stream));
-  C10_CUDA_CHECK(sm80::run_bwd_dq(params, *plan.bwd_dq_tile, stream));
-  C10_CUDA_CHECK(sm80::run_bwd_dkv(params, *plan.bwd_dkv_tile, stream));
+  if (plan.sm90_bwd_dq_tile != nullptr) {
+    C10_CUDA_CHECK(sm90::run_bwd_dq(params, *plan.sm90_bwd_dq_tile, stream));
+    C10_CUDA_CHECK(sm90::run_bwd_dkv(params, *plan.sm90_bwd_dkv_tile, stream));
+  } else {
+    C10_CUDA_CHECK(sm80::run_bwd_dq(params, *plan.bwd_dq_tile, stream));
+    C10_CUDA_CHECK(sm80::run_bwd_dkv(params, *plan.bwd_dkv_tile, stream));
+  }
   if (params.cu_seqlens_q != nullptr) {
     C10_CUDA_CHECK(smxx::run_bwd_fill_unowned(params, stream));
   }

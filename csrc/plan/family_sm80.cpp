@@ -114,7 +114,6 @@ const Family kSm80Family = {
     .name = "sm80",
     .summary = "portable kernels: cp.async, ldmatrix, mma.sync",
     .on_cuda = true,
-    .has_backward = true,
     .choose = choose,
     .kernels = kernels,
 };

@@ -5,6 +5,7 @@
 
 #include "plan/cuda_rules.h"
 #include "plan/plan.h"
+#include "smxx/tiles.h"
 
 namespace flashattn_ext {
 namespace {
@@ -40,6 +41,16 @@ constexpr bool is_sound() {
 }
 static_assert(is_sound(), "every tile fits the shared memory of a Hopper SM; the last takes all");
 
+template <class Tile, size_t kRows>
+constexpr bool is_sound(const Tile (&table)[kRows]) {
+  for (const Tile& tile : table) {
+    if (tile.smem_bytes() + kSmemReserved > kSmemHopper) return false;
+  }
+  return std::end(table)[-1].bucket == kMaxHeadDim;
+}
+static_assert(is_sound(sm90::kBwdDqTiles));
+static_assert(is_sound(sm90::kBwdDkvTiles));
+
 // A tensor map steps through memory: a dimension may not repeat in place, and its strides are
 // bounded. Copies are contiguous and always fine.
 Reason reject_layout(const char* name, const Layout& layout, int64_t batch, int64_t rows,
@@ -67,6 +78,51 @@ Reason reject_layout(const char* name, const Layout& layout, int64_t batch, int6
 
 int64_t num_tiles(const Problem& problem, const sm90::FwdTile& tile) {
   return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m());
+}
+
+// The first row whose bucket holds both head dims.
+template <class Tile, size_t kRows>
+const Tile* pick_bwd_tile(const Tile (&table)[kRows], const Problem& problem) {
+  for (const Tile& tile : table) {
+    if (std::max(problem.head_dim, problem.head_dim_v) <= tile.bucket) return &tile;
+  }
+  return &std::end(table)[-1];  // the widest; is_sound
+}
+
+Reason choose_fwd(const Problem& problem, const DeviceInfo& device, Plan& plan) {
+  plan.sm90_fwd_tile = &pick_tile(problem, plan.window);
+  const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
+  const int64_t most_ctas = int64_t{device.num_sms} * plan.sm90_fwd_tile->ctas_per_sm;
+  // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
+  if (Reason reason = reject_grid(tiles + most_ctas)) return reason;
+  plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
+  // Work is equal where every query sees all keys of sequences of one length.
+  const bool equal_tiles = !problem.varlen && !is_masked(plan.window);
+  if (tiles > plan.num_ctas && (!equal_tiles || plan.sm90_fwd_tile->draw_equal_tiles)) {
+    plan.workspace_bytes = sizeof(int32_t);
+    plan.workspace_formula = "one counter of tiles";
+  }
+  return {};
+}
+
+int64_t dq_blocks(const Problem& problem, const sm90::BwdDqTile& tile) {
+  return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m());
+}
+
+int64_t dkv_blocks(const Problem& problem, const sm90::BwdDkvTile& tile) {
+  return grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, tile.block_n());
+}
+
+Reason choose_bwd(const Problem& problem, Plan& plan) {
+  plan.copy_out = needs_copy(problem.out);
+  plan.workspace_bytes = 2 * row_stats_bytes(problem);  // delta and lse_log2
+  plan.workspace_formula =
+      problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
+  plan.sm90_bwd_dq_tile = pick_bwd_tile(sm90::kBwdDqTiles, problem);
+  plan.sm90_bwd_dkv_tile = pick_bwd_tile(sm90::kBwdDkvTiles, problem);
+  return reject_grid(std::max(
+      {dq_blocks(problem, *plan.sm90_bwd_dq_tile), dkv_blocks(problem, *plan.sm90_bwd_dkv_tile),
+       grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 
 Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
@@ -102,29 +158,37 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
       return reason;
     }
   }
-  plan.sm90_fwd_tile = &pick_tile(problem, plan.window);
-  const int64_t tiles = num_tiles(problem, *plan.sm90_fwd_tile);
-  const int64_t most_ctas = int64_t{device.num_sms} * plan.sm90_fwd_tile->ctas_per_sm;
-  // Tiles are numbered in 32 bits, and a CTA may draw one number too many.
-  if (Reason reason = reject_grid(tiles + most_ctas)) return reason;
-  plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
-  // Work is equal where every query sees all keys of sequences of one length.
-  const bool equal_tiles = !problem.varlen && !is_masked(plan.window);
-  if (tiles > plan.num_ctas && (!equal_tiles || plan.sm90_fwd_tile->draw_equal_tiles)) {
-    plan.workspace_bytes = sizeof(int32_t);
-    plan.workspace_formula = "one counter of tiles";
-  }
-  return {};
+  if (problem.op == Op::kForward) return choose_fwd(problem, device, plan);
+  // A gradient that repeats one value in place is usual: that of a sum.
+  plan.copy_dout = needs_copy(problem.dout) ||
+                   reject_layout("dout", problem.dout, batch, rows_q, problem.num_heads_q);
+  return choose_bwd(problem, plan);
+}
+
+template <class Tile>
+KernelReport report(const char* name, const Tile& tile, int64_t grid, int32_t block_m,
+                    int32_t block_n, int32_t stages) {
+  return {name, grid, block_m, block_n, tile.num_warps(), stages, tile.smem_bytes()};
 }
 
 // In launch order, as csrc/binding/cuda.cpp launches them.
 std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
-  const sm90::FwdTile& tile = *plan.sm90_fwd_tile;
   std::vector<KernelReport> list;
-  if (plan.workspace_bytes > 0)
-    list.push_back({.name = "flash_fwd_sm90_counter_kernel", .grid = 1});
-  list.push_back({"flash_fwd_sm90_kernel", plan.num_ctas, tile.block_m(), tile.block_n,
-                  tile.num_warps(), tile.k_stages, tile.smem_bytes()});
+  if (plan.sm90_fwd_tile != nullptr) {
+    const sm90::FwdTile& tile = *plan.sm90_fwd_tile;
+    if (plan.workspace_bytes > 0)
+      list.push_back({.name = "flash_fwd_sm90_counter_kernel", .grid = 1});
+    list.push_back(report("flash_fwd_sm90_kernel", tile, plan.num_ctas, tile.block_m(),
+                          tile.block_n, tile.k_stages));
+  } else {
+    const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;
+    const sm90::BwdDkvTile& dkv = *plan.sm90_bwd_dkv_tile;
+    list.push_back({.name = "flash_bwd_delta_kernel"});
+    list.push_back(report("flash_bwd_dq_sm90_kernel", dq, dq_blocks(problem, dq), dq.block_m(),
+                          dq.block_n, dq.k_stages));
+    list.push_back(report("flash_bwd_dkv_sm90_kernel", dkv, dkv_blocks(problem, dkv), dkv.block_m,
+                          dkv.block_n(), dkv.stages));
+  }
   if (problem.varlen) list.push_back({.name = "flash_fill_unowned_kernel"});
   return list;
 }
@@ -133,9 +197,8 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
 
 const Family kSm90Family = {
     .name = "sm90",
-    .summary = "Hopper kernels: TMA, wgmma, warp specialisation (forward)",
+    .summary = "Hopper kernels: TMA, wgmma, warp specialisation",
     .on_cuda = true,
-    .has_backward = false,
     .choose = choose,
     .kernels = kernels,
 };

@@ -15,7 +15,6 @@ const Family kSpecFamily = {
     .name = "spec",
     .summary = "the executable specification in plain torch",
     .on_cuda = false,
-    .has_backward = true,
     .choose = choose,
     .kernels = kernels,
 };

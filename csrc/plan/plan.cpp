@@ -13,17 +13,8 @@ Reason choose(const Family& family, const Problem& problem, const DeviceInfo& de
   if (!family.on_cuda && device.is_cuda) {
     return {"it runs on CPU tensors and these are on a CUDA device"};
   }
-  if (problem.op == Op::kBackward && !family.has_backward) return {"it has the forward only"};
   plan.window = canonical_window(problem);  // families choose by it
   return family.choose(problem, device, plan);
-}
-
-// What a forced name means for this op. A call hands the name it was given to its backward, which
-// must run even where that family has none.
-std::string_view forced_for(const Problem& problem, std::string_view forced) {
-  const Family* family = find_family(forced);
-  const bool only_forward = family != nullptr && !family->has_backward;
-  return problem.op == Op::kBackward && only_forward ? std::string_view() : forced;
 }
 
 }  // namespace
@@ -54,7 +45,6 @@ Reason reject(const Family& family, const Problem& problem, const DeviceInfo& de
 }
 
 Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced) {
-  forced = forced_for(problem, forced);
   for (const Family* family : families()) {
     if (!forced.empty() && forced != family->name) continue;
     Plan plan;
@@ -69,7 +59,6 @@ Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_vie
 
 std::string error_sentence(const Problem& problem, const DeviceInfo& device,
                            std::string_view forced) {
-  forced = forced_for(problem, forced);
   if (!forced.empty()) {
     const Family* family = find_family(forced);
     const std::string name = "plan='" + std::string(forced) + "'";

@@ -40,7 +40,6 @@ struct Family {
   const char* name;
   const char* summary;
   bool on_cuda;
-  bool has_backward;
   // Objects, or fills in the plan's tiles, copies and workspace.
   Reason (*choose)(const Problem& problem, const DeviceInfo& device, Plan& plan);
   // The kernels of a plan that `choose` filled in, in launch order.
@@ -58,6 +57,8 @@ struct Plan {
   // Rows of the tile tables, set by the family that uses them.
   const sm90::FwdTile* sm90_fwd_tile = nullptr;
   int32_t num_ctas = 0;  // of the persistent launch of sm90_fwd_tile
+  const sm90::BwdDqTile* sm90_bwd_dq_tile = nullptr;
+  const sm90::BwdDkvTile* sm90_bwd_dkv_tile = nullptr;
   const sm80::FwdTile* fwd_tile = nullptr;
   const sm80::BwdDqTile* bwd_dq_tile = nullptr;
   const sm80::BwdDkvTile* bwd_dkv_tile = nullptr;
@@ -79,7 +80,6 @@ struct Plan {
 };
 
 // The plan for `problem`. `forced` names the only family to ask; empty asks all of them in order.
-// A family without a backward is forced for the forward only: the backward takes what runs it.
 Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced = {});
 
 // The sentence to raise when make_plan found no family.

@@ -9,6 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
+#include "sm90/ring.cuh"
 #include "sm90/tiles.h"
 #include "tile/swizzle.cuh"
 
@@ -52,23 +53,6 @@ struct FwdConfig {
       kOffsetTiles + kTile.tile_slot_bytes() * FwdTile::kTileSlots;
   static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
   static_assert(kSmemBytes == kTile.smem_bytes());
-};
-
-// A position in a ring of stages: which stage, and which phase of its barriers.
-// One number holds both: consumers have no registers to spare.
-template <int kStages>
-class RingState {
- public:
-  __device__ __forceinline__ int stage() const {
-    return position < kStages ? position : position - kStages;
-  }
-  __device__ __forceinline__ uint32_t phase() const { return position >= kStages; }
-  __device__ __forceinline__ void advance() {
-    position = position == 2 * kStages - 1 ? 0 : position + 1;
-  }
-
- private:
-  int position = 0;
 };
 
 // mbarriers; fwd_kernel.cuh lists them.

@@ -16,5 +16,7 @@ struct FwdSchedule {
 
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSchedule& schedule,
                     cudaStream_t stream);
+cudaError_t run_bwd_dq(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream);
+cudaError_t run_bwd_dkv(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream);
 
 }  // namespace flashattn_ext::sm90

@@ -55,4 +55,53 @@ inline constexpr FwdTile kFwdTiles[] = {
     {256, 256, 80, 2, 1, 2, 2, false, true, true, false, false, false, kAnyLength, kAnyLength},
 };
 
+// dQ kernel: a CTA per (query block, head), of one producer warpgroup and `consumers` of 64 query
+// rows each. A problem runs in the smallest bucket that holds both head dims.
+struct BwdDqTile {
+  int32_t bucket;
+  int32_t block_n;  // Bc: keys
+  int32_t consumers;
+  int32_t k_stages, v_stages;  // K and V tiles in flight
+
+  constexpr int32_t block_m() const { return 64 * consumers; }  // Br: query rows
+  constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
+  constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  // Q and dO, K and V; barriers.
+  constexpr int32_t smem_bytes() const {
+    return FwdTile::chunk_bytes(2 * block_m() + (k_stages + v_stages) * block_n) * chunks() +
+           8 * (2 + 2 * (k_stages + v_stages));
+  }
+};
+
+inline constexpr BwdDqTile kBwdDqTiles[] = {
+    {64, 64, 3, 3, 3},  {96, 64, 2, 3, 3},  {128, 64, 2, 3, 3},
+    {192, 64, 2, 3, 2}, {256, 64, 2, 2, 1},
+};
+
+// dK/dV kernel: a CTA per (key block, KV head), of one producer warpgroup and two consumers,
+// looping over the group's query heads and blocks.
+struct BwdDkvTile {
+  int32_t bucket;
+  int32_t block_m;  // Br: query rows
+  int32_t stages;   // Q and dO tiles in flight
+  bool roles;       // consumers share 64 keys and sum one gradient each; else 64 keys each
+
+  static constexpr int32_t consumers = 2;
+  constexpr int32_t block_n() const { return roles ? 64 : 64 * consumers; }  // Bc: keys
+  constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
+  constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t num_barriers() const { return 2 + (roles ? 7 : 5) * stages; }
+  // K and V; Q and dO; P in fp32 for roles; lse_log2 and delta; barriers.
+  constexpr int32_t smem_bytes() const {
+    return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() +
+           (roles ? stages * 4 * block_m * block_n() : 0) + 2 * 4 * stages * block_m +
+           8 * num_barriers();
+  }
+};
+
+inline constexpr BwdDkvTile kBwdDkvTiles[] = {
+    {64, 128, 3, false}, {96, 64, 3, false}, {128, 64, 3, false},
+    {192, 64, 2, true},  {256, 64, 2, true},
+};
+
 }  // namespace flashattn_ext::sm90
