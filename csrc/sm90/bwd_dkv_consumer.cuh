@@ -64,8 +64,14 @@ class BwdDkvConsumerBase {
     ptx::mbarrier_wait(barriers.do_full(ring.stage()), ring.phase());
   }
 
+  // Of a stage that the tensor cores read: this warp's products with it are done.
   __device__ __forceinline__ static void release(uint32_t empty) {
     if (lane() == 0) ptx::mbarrier_arrive(empty);
+  }
+  // Of a stage that lanes read or wrote as well: all of them are done with it.
+  __device__ __forceinline__ static void signal(uint32_t bar) {
+    __syncwarp();
+    release(bar);
   }
 
   // Accumulator tile j as its half of an A fragment.
@@ -257,7 +263,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
       ptx::wgmma_pin(acc_dk[0]);
       ptx::wgmma_pin(ds);
       ptx::wgmma_pin(acc_s[0]);
-      release(barriers.q_empty(stage));
+      this->signal(barriers.q_empty(stage));  // of the statistics, too
     }
   }
 
@@ -314,11 +320,6 @@ class BwdDkvRoleConsumer : protected BwdDkvConsumerBase<Config> {
     return this->smem + Config::kOffsetP + stage * Config::kPBytes +
            16 * (128 * j + threadIdx.x % 128);
   }
-  // Of P's stage: every warp writes, or has read, its own part.
-  __device__ __forceinline__ static void signal(uint32_t bar) {
-    __syncwarp();
-    release(bar);
-  }
 
   Scores acc_s;  // S^T, then P^T; or dP^T
   Gradient acc;
@@ -371,7 +372,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
         ptx::st_shared_v4(this->p_address(stage, j), make_float4(x[0], x[1], x[2], x[3]));
       }
       this->signal(barriers.p_full(stage));
-      release(barriers.q_empty(stage));  // the other consumer is the last to need Q
+      this->signal(barriers.q_empty(stage));  // the other consumer is the last to need Q
       await_do();
       start_wz<Element>(acc[0], p, sDo(stage), Config::kQChunkBytes);
       ring.advance();
@@ -442,7 +443,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc[0]);
       ptx::wgmma_pin(ds);
-      release(barriers.q_empty(stage));
+      this->signal(barriers.q_empty(stage));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s[0]);
     }
