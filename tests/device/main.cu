@@ -1,5 +1,5 @@
 // Lists and runs the unit tests of csrc/ptx, csrc/tile, csrc/attention and of the Hopper kernels'
-// tensor maps.
+// tiles and tensor maps.
 //
 //   flashattn_ext_device_tests [--list] [--host-only] [NAME ...]
 //
