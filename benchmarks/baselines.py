@@ -35,6 +35,7 @@ class Implementation:
     version: Callable[[], str]
     heads_first: bool = False
     pinned: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    deterministic: bool = False  # asked for gradients that are equal from run to run
 
     def arrange(self, inputs: Inputs) -> Inputs:
         """`inputs` in this implementation's layout, as leaves over the same memory."""
@@ -176,7 +177,10 @@ def make_flex(problem: Problem) -> Attend:
 
 
 def _make_flash_attn(
-    problem: Problem, module: str, unlimited: tuple[int | None, int | None]
+    problem: Problem,
+    module: str,
+    unlimited: tuple[int | None, int | None],
+    deterministic: bool = False,
 ) -> Attend:
     """Any of the flash-attn packages: FA2, FA3 and FA4 share the names that are used here."""
     try:
@@ -185,6 +189,8 @@ def _make_flash_attn(
         raise Unavailable(f"{module} is not importable: {error}") from error
     window = unlimited if problem.window == (-1, -1) else problem.window
     options: dict[str, Any] = {"causal": problem.causal, "window_size": window}
+    if deterministic:
+        options["deterministic"] = True
 
     if problem.lengths:
         longest = max(problem.lengths)
@@ -216,10 +222,16 @@ def _sdpa(name: str, backend: SDPBackend) -> Implementation:
 
 
 def _flash_attn(
-    name: str, module: str, package: str, unlimited: tuple[int | None, int | None]
+    name: str,
+    module: str,
+    package: str,
+    unlimited: tuple[int | None, int | None],
+    deterministic: bool = False,
 ) -> Implementation:
-    make = functools.partial(_make_flash_attn, module=module, unlimited=unlimited)
-    return Implementation(name, make, _package_version(package))
+    make = functools.partial(
+        _make_flash_attn, module=module, unlimited=unlimited, deterministic=deterministic
+    )
+    return Implementation(name, make, _package_version(package), deterministic=deterministic)
 
 
 IMPLEMENTATIONS = {
@@ -234,5 +246,6 @@ IMPLEMENTATIONS = {
         _flash_attn("fa2", "flash_attn", "flash-attn", (-1, -1)),
         _flash_attn("fa3", "flash_attn_interface", "flash-attn-3", (-1, -1)),
         _flash_attn("fa4", "flash_attn.cute", "flash-attn-4", (None, None)),
+        _flash_attn("fa4_deterministic", "flash_attn.cute", "flash-attn-4", (None, None), True),
     )
 }

@@ -233,7 +233,7 @@ def _line(
         "family": family,
         "asked_plan": candidate.asked_plan,
         **problem.fields(),
-        "deterministic": False,
+        "deterministic": candidate.implementation.deterministic,
         "ms": time_.median,
         "ms_low": time_.low,
         "ms_high": time_.high,

@@ -21,6 +21,7 @@ LABELS = {
     "fa2": "flash-attn 2",
     "fa3": "flash-attn 3",
     "fa4": "flash-attn 4",
+    "fa4_deterministic": "flash-attn 4, deterministic",
 }
 # The rate of ours, in the same run, that a case is held against: case and sequence length (None:
 # the same), in bf16. A packed batch is held against its mean length.

@@ -143,6 +143,7 @@ CASES: dict[str, Callable[[], list[Problem]]] = {
     **{f"varlen_{kind}": functools.partial(_varlen_case, kind) for kind in VARLEN_LENGTHS},
     # The last 1,024 keys, the row's own among them.
     "window_1024": lambda: [dense(128, 16384, True, case="window_1024", window=(1023, 0))],
+    "window_128": lambda: [dense(64, 8192, True, case="window_128", window=(127, 0))],
     "gqa_32_8": _grouped_case,
     "mla_192_128": lambda: [
         dense(192, seqlen, True, case="mla_192_128", heads_q=16, heads_k=16, head_dim_v=128)

@@ -15,6 +15,13 @@ against.
         --cases dense,window_1024,mla_192_128 \\
         --impls flashattn_ext,sdpa_flash,sdpa_cudnn,flex,fa3,fa4
 
+The backward's:
+
+    python -m benchmarks.record --bench --ops bwd --plan default,sm80 --budget-s 500 \\
+        --cases dense,gqa_32_8 --impls flashattn_ext,sdpa_flash,sdpa_cudnn,fa3,fa4,fa4_deterministic
+    python -m benchmarks.record --bench --ops bwd --budget-s 300 --cases window_128,mla_192_128 \\
+        --impls flashattn_ext,sdpa_cudnn,flex,fa3,fa4
+
 A run that its budget cut short has fewer cells and replaces no table of a wider one. With
 `--plan sm80,default` and no `--ops` the backward is recorded too, once where both plans launch
 the same kernels.
