@@ -320,6 +320,6 @@ def test_record_needs_something_to_do(capsys):
 def test_the_documented_commands_are_accepted():
     joined = record.__doc__.replace("\\\n", " ")
     commands = [line for line in joined.splitlines() if "-m benchmarks.record" in line]
-    assert len(commands) == 4
+    assert len(commands) == 6
     for command in commands:
         record.parse(command.split("benchmarks.record")[1].split())
