@@ -29,6 +29,16 @@ cudaError_t allow_smem(Kernel* kernel) {
   return refused;
 }
 
+// Calls launch(bucket as a constant) for that of kBuckets which `bucket` is.
+template <int... kBuckets, typename Launch>
+cudaError_t launch_bucket(int32_t bucket, const Launch& launch) {
+  cudaError_t error = cudaErrorInvalidValue;
+  (void)((bucket == kBuckets &&
+          ((error = launch(std::integral_constant<int, kBuckets>{})), true)) ||
+         ...);
+  return error;
+}
+
 // Calls launch(row number as a constant) for the row of kTable that `tile` is, among those of
 // kBucket: only these are instantiated. The table is one object in the whole program.
 template <int kBucket, const auto& kTable, std::size_t kRow = 0, typename Tile, typename Launch>

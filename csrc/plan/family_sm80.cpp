@@ -68,9 +68,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   }
   plan.copy_out = needs_copy(problem.out);
   plan.copy_dout = needs_copy(problem.dout);
-  plan.workspace_bytes = 2 * row_stats_bytes(problem);  // delta and lse_log2
-  plan.workspace_formula =
-      problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
+  ask_for_row_stats(problem, plan);
   plan.bwd_dq_tile = pick_tile(sm80::kBwdDqTiles, head_dim, smem);
   plan.bwd_dkv_tile = pick_tile(sm80::kBwdDkvTiles, head_dim, smem);
   const int64_t dq_blocks =

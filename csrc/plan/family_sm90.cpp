@@ -115,9 +115,7 @@ int64_t dkv_blocks(const Problem& problem, const sm90::BwdDkvTile& tile) {
 
 Reason choose_bwd(const Problem& problem, Plan& plan) {
   plan.copy_out = needs_copy(problem.out);
-  plan.workspace_bytes = 2 * row_stats_bytes(problem);  // delta and lse_log2
-  plan.workspace_formula =
-      problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
+  ask_for_row_stats(problem, plan);
   plan.sm90_bwd_dq_tile = pick_bwd_tile(sm90::kBwdDqTiles, problem);
   plan.sm90_bwd_dkv_tile = pick_bwd_tile(sm90::kBwdDkvTiles, problem);
   return reject_grid(std::max(

@@ -105,6 +105,12 @@ int64_t row_stats_bytes(const Problem& problem) {
   return static_cast<int64_t>(sizeof(float)) * problem.num_heads_q * problem.total_q;
 }
 
+void ask_for_row_stats(const Problem& problem, Plan& plan) {
+  plan.workspace_bytes = 2 * row_stats_bytes(problem);
+  plan.workspace_formula =
+      problem.varlen ? "8 * num_heads_q * total_q" : "8 * num_heads_q * batch * seqlen_q";
+}
+
 int64_t grid_blocks(const Problem& problem, int64_t seqlen, int64_t num_heads, int32_t block_rows) {
   return (seqlen + block_rows - 1) / block_rows * problem.batch * num_heads;
 }

@@ -105,6 +105,9 @@ Window canonical_window(const Problem& problem);
 // One fp32 number for every row of every head: the size of lse, delta and lse_log2.
 int64_t row_stats_bytes(const Problem& problem);
 
+// The workspace of a backward: delta and lse_log2.
+void ask_for_row_stats(const Problem& problem, Plan& plan);
+
 // CTAs of one linear grid: blocks of `block_rows` over every sequence, times heads.
 int64_t grid_blocks(const Problem& problem, int64_t seqlen, int64_t num_heads, int32_t block_rows);
 

@@ -14,11 +14,7 @@ namespace flashattn_ext::sm80 {
 
 template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
-  const int group = params.num_heads_q / params.num_heads_k;
-  const int64_t q_bytes = 2LL * group * params.seqlen_q * (params.head_dim + params.head_dim_v);
-  // A causal problem has the most queries at the first keys: ascending is longest first.
-  const TileOrder order = make_tile_order(ceil_div(params.seqlen_k, Config::kBlockN),
-                                          params.batch * params.num_heads_k, 1, q_bytes, false);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
   return launch_tiles<Config>(flash_bwd_dkv_sm80_kernel<Config>, params, order, stream);
 }
 

@@ -1,7 +1,7 @@
 // Dispatch of a chosen tile to the instantiation file of its head-dim bucket.
 #include "sm80/launch.h"
 
-#include <type_traits>
+#include "attention/launch.cuh"
 
 namespace flashattn_ext::sm80 {
 
@@ -14,44 +14,20 @@ template <int kBucket>
 cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& tile,
                                   cudaStream_t stream);
 
-namespace {
-
-// Calls launch(bucket as a constant).
-template <typename Launch>
-cudaError_t launch_bucket(int32_t bucket, const Launch& launch) {
-  switch (bucket) {
-    case 32:
-      return launch(std::integral_constant<int, 32>{});
-    case 64:
-      return launch(std::integral_constant<int, 64>{});
-    case 96:
-      return launch(std::integral_constant<int, 96>{});
-    case 128:
-      return launch(std::integral_constant<int, 128>{});
-    case 192:
-      return launch(std::integral_constant<int, 192>{});
-    case 256:
-      return launch(std::integral_constant<int, 256>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-}  // namespace
-
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, cudaStream_t stream) {
-  return launch_bucket(tile.bucket, [&](auto bucket) {
+  return launch_bucket<32, 64, 96, 128, 192, 256>(tile.bucket, [&](auto bucket) {
     return launch_fwd_bucket<bucket.value>(params, tile, stream);
   });
 }
 
 cudaError_t run_bwd_dq(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream) {
-  return launch_bucket(tile.bucket, [&](auto bucket) {
+  return launch_bucket<32, 64, 96, 128, 192, 256>(tile.bucket, [&](auto bucket) {
     return launch_bwd_dq_bucket<bucket.value>(params, tile, stream);
   });
 }
 
 cudaError_t run_bwd_dkv(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream) {
-  return launch_bucket(tile.bucket, [&](auto bucket) {
+  return launch_bucket<32, 64, 96, 128, 192, 256>(tile.bucket, [&](auto bucket) {
     return launch_bwd_dkv_bucket<bucket.value>(params, tile, stream);
   });
 }

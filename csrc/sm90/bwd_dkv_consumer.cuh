@@ -312,9 +312,6 @@ class BwdDkvRoleConsumer : protected BwdDkvConsumerBase<Config> {
     tile::clear(acc);
   }
 
-  __device__ __forceinline__ int block_after(int block) const {
-    return block + 1 == work.blocks.end ? work.blocks.begin : block + 1;
-  }
   // This lane's four elements of accumulator tile j of P.
   __device__ __forceinline__ uint32_t p_address(int stage, int j) const {
     return this->smem + Config::kOffsetP + stage * Config::kPBytes +
@@ -376,7 +373,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
       await_do();
       start_wz<Element>(acc[0], p, sDo(stage), Config::kQChunkBytes);
       ring.advance();
-      block = this->block_after(block);
+      block = block + 1 == work.blocks.end ? work.blocks.begin : block + 1;
       if (steps > 1) await_q();
       // Behind the last block of whatever lies there, and nobody reads it.
       start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
@@ -419,7 +416,6 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
 
  private:
   __device__ __forceinline__ void walk() {
-    int block = work.blocks.begin;
 #pragma unroll 1
     for (int steps = this->num_steps(); steps > 0; --steps) {
       const int stage = ring.stage();
@@ -433,7 +429,6 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
       release(barriers.do_empty(stage));  // the other consumer is the last to need dO
       start_wz<Element>(acc[0], ds, sQ(stage), Config::kQChunkBytes);
       ring.advance();
-      block = this->block_after(block);
       if (steps > 1) {
         await_q();
         await_do();

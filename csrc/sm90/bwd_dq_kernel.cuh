@@ -58,8 +58,7 @@ struct BwdDqConfig {
   static constexpr uint32_t kOffsetK = 2 * kConsumers * kRowBytes;
   static constexpr uint32_t kOffsetV = kOffsetK + kTile.k_stages * kKvBytes;
   static constexpr uint32_t kOffsetBarriers = kOffsetV + kTile.v_stages * kKvBytes;
-  static constexpr uint32_t kSmemBytes =
-      kOffsetBarriers + 8 * (2 + 2 * (kTile.k_stages + kTile.v_stages));
+  static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
   static_assert(kSmemBytes == kTile.smem_bytes());
 };
 

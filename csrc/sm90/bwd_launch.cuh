@@ -22,20 +22,13 @@ cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdT
                        const BwdParams& params, const TileOrder& order, int32_t rows_q,
                        int32_t rows_k, cudaStream_t stream) {
   if (order.num_tiles() == 0) return cudaSuccess;
-  const bool varlen = params.cu_seqlens_q != nullptr;
-  const int32_t batch = varlen ? 1 : params.batch;
-  const int64_t total_q = varlen ? params.total_q : params.seqlen_q;
-  const int64_t total_k = varlen ? params.total_k : params.seqlen_k;
-  const int32_t heads_q = params.num_heads_q, heads_k = params.num_heads_k;
   const int32_t dim = params.head_dim, dim_v = params.head_dim_v;
-  const Dtype dtype = params.dtype;
   BwdTensorMaps maps;
   const std::pair<CUtensorMap*, TensorMapShape> encoded[] = {
-      {&maps.q, {params.q, batch, total_q, heads_q, dim, params.q_strides, rows_q, dtype}},
-      {&maps.k, {params.k, batch, total_k, heads_k, dim, params.k_strides, rows_k, dtype}},
-      {&maps.v, {params.v, batch, total_k, heads_k, dim_v, params.v_strides, rows_k, dtype}},
-      {&maps.dout,
-       {params.dout, batch, total_q, heads_q, dim_v, params.dout_strides, rows_q, dtype}}};
+      {&maps.q, query_rows(params, params.q, params.q_strides, dim, rows_q)},
+      {&maps.k, key_rows(params, params.k, params.k_strides, dim, rows_k)},
+      {&maps.v, key_rows(params, params.v, params.v_strides, dim_v, rows_k)},
+      {&maps.dout, query_rows(params, params.dout, params.dout_strides, dim_v, rows_q)}};
   for (const auto& [map, shape] : encoded) {
     const cudaError_t error = encode_tensor_map(shape, map);
     if (error != cudaSuccess) return error;
@@ -56,11 +49,7 @@ cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 
 template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
-  const int group = params.num_heads_q / params.num_heads_k;
-  const int64_t q_bytes = 2LL * group * params.seqlen_q * (params.head_dim + params.head_dim_v);
-  // A causal problem has the most queries at the first keys: ascending is longest first.
-  const TileOrder order = make_tile_order(ceil_div(params.seqlen_k, Config::kBlockN),
-                                          params.batch * params.num_heads_k, 1, q_bytes, false);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
   return launch_bwd<Config>(flash_bwd_dkv_sm90_kernel<Config>, params, order, Config::kBlockM, 64,
                             stream);
 }

@@ -9,6 +9,7 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/chunked_tile.cuh"
 #include "sm90/fwd_config.cuh"
 #include "sm90/fwd_params.h"
 #include "tile/fragment.cuh"
@@ -311,15 +312,9 @@ class FwdConsumer {
     if (valid >= kBlockN) return;
     await_v();
     const int thread_idx = consumer * 128 + 32 * warp_in_group() + lane();
-    const uint32_t sV = smem + Config::kOffsetV + v_ring.stage() * Config::kVBytes;
-    // A row of a chunk is eight 16-byte pieces; their order within the row does not matter here.
-    for (int i = valid * 8 + thread_idx; i < kBlockN * 8; i += 128 * Config::kConsumers) {
-#pragma unroll
-      for (int c = 0; c < Config::kVChunks; ++c) {
-        ptx::st_shared_v4(sV + c * Config::kKvChunkBytes + 16 * i, make_float4(0, 0, 0, 0));
-      }
-    }
-    ptx::fence_proxy_async();  // the tensor cores read these rows next
+    zero_rows<Config::kVChunks>(smem + Config::kOffsetV + v_ring.stage() * Config::kVBytes,
+                                Config::kKvChunkBytes, valid, kBlockN, thread_idx,
+                                128 * Config::kConsumers);
     // Every consumer's part is zero before one multiplies.
     ptx::named_barrier_sync(kVTailBarrier, 128 * Config::kConsumers);
   }
@@ -378,11 +373,11 @@ class FwdConsumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-      const uint64_t k = ptx::wgmma_advance(desc_k, step_offset(kk, Config::kKvChunkBytes));
+      const uint64_t k = ptx::wgmma_advance(desc_k, column_step(kk, Config::kKvChunkBytes));
       if constexpr (kTile.q_in_regs) {
         ptx::wgmma_rs<Element, 0>(acc_s[0], q_fragments[kk], k, kk != 0);
       } else {
-        const uint64_t q = ptx::wgmma_advance(desc_q, step_offset(kk, Config::kQChunkBytes));
+        const uint64_t q = ptx::wgmma_advance(desc_q, column_step(kk, Config::kQChunkBytes));
         ptx::wgmma_ss<Element>(acc_s[0], q, k, kk != 0);
       }
     }
@@ -455,11 +450,6 @@ class FwdConsumer {
     }
     ptx::fence_proxy_async();  // read by ldmatrix, next written by the copy engine
     __syncwarp();              // ... once lane 0 has given the stage back
-  }
-
-  // Byte offset of columns [16 kk, 16 kk + 16) in a tile of 64-column chunks.
-  __device__ __forceinline__ static constexpr uint32_t step_offset(int kk, uint32_t chunk_bytes) {
-    return (kk / 4) * chunk_bytes + (kk % 4) * 32;
   }
 
   // Byte offset, in a tile of 64-column chunks, of 16-byte piece 2 * kk + `piece` of a row.

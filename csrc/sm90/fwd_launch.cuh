@@ -22,20 +22,13 @@ cudaError_t launch_fwd(const FwdParams& params, const FwdSchedule& schedule, cud
                        Divisor(params.num_heads_q / params.num_heads_k), schedule.tile_counter};
   if (tiles.order.num_tiles() == 0) return cudaSuccess;
 
-  const bool varlen = params.cu_seqlens_q != nullptr;
-  const int32_t batch = varlen ? 1 : params.batch;
-  const int64_t rows_q = varlen ? params.total_q : params.seqlen_q;
-  const int64_t rows_k = varlen ? params.total_k : params.seqlen_k;
-  const int32_t heads_q = params.num_heads_q, heads_k = params.num_heads_k;
   const int32_t dim = params.head_dim, dim_v = params.head_dim_v;
-  const Dtype dtype = params.dtype;
   FwdTensorMaps maps;
   const std::pair<CUtensorMap*, TensorMapShape> encoded[] = {
-      {&maps.q, {params.q, batch, rows_q, heads_q, dim, params.q_strides, 64, dtype}},
-      {&maps.k, {params.k, batch, rows_k, heads_k, dim, params.k_strides, Config::kBlockN, dtype}},
-      {&maps.v,
-       {params.v, batch, rows_k, heads_k, dim_v, params.v_strides, Config::kBlockN, dtype}},
-      {&maps.out, {params.out, batch, rows_q, heads_q, dim_v, params.out_strides, 16, dtype}}};
+      {&maps.q, query_rows(params, params.q, params.q_strides, dim, 64)},
+      {&maps.k, key_rows(params, params.k, params.k_strides, dim, Config::kBlockN)},
+      {&maps.v, key_rows(params, params.v, params.v_strides, dim_v, Config::kBlockN)},
+      {&maps.out, query_rows(params, params.out, params.out_strides, dim_v, 16)}};
   for (const auto& [map, shape] : encoded) {
     if (map == &maps.out && !Config::kTile.tma_store) continue;
     const cudaError_t error = encode_tensor_map(shape, map);

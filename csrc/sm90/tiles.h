@@ -66,10 +66,11 @@ struct BwdDqTile {
   constexpr int32_t block_m() const { return 64 * consumers; }  // Br: query rows
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t num_barriers() const { return 2 + 2 * (k_stages + v_stages); }
   // Q and dO, K and V; barriers.
   constexpr int32_t smem_bytes() const {
     return FwdTile::chunk_bytes(2 * block_m() + (k_stages + v_stages) * block_n) * chunks() +
-           8 * (2 + 2 * (k_stages + v_stages));
+           8 * num_barriers();
   }
 };
 
