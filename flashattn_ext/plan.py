@@ -334,4 +334,9 @@ def make_problem(
     for name, bit in _native.OPTION_BITS.items():
         if name in options:
             problem.options |= bit
+    problem.plain_logits = not options.get("softcap", 0) and options.get("softmax_scale", 1) > 0
+    problem.rather_deterministic = torch.are_deterministic_algorithms_enabled()
+    problem.deterministic = options.get("deterministic", False) or (
+        problem.rather_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     return problem

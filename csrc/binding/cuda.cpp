@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <vector>
 
@@ -119,7 +120,13 @@ Problem make_problem(Op op, const FwdArgs& args) {
       .window_left = to_int(args.options.window_left),
       .window_right = to_int(args.options.window_right),
       .options = option_bits(args),
+      .plain_logits = args.options.softcap == 0 && args.options.softmax_scale.value_or(1.0) > 0,
+      .deterministic = args.options.deterministic,
   };
+  const at::Context& context = at::globalContext();
+  problem.rather_deterministic = context.deterministicAlgorithms();
+  problem.deterministic |=
+      problem.rather_deterministic && !context.deterministicAlgorithmsWarnOnly();
   if (args.varlen != nullptr) {
     problem.batch = args.varlen->cu_seqlens_q.size(0) - 1;
     problem.total_q = q.size(0);
@@ -268,10 +275,15 @@ FwdResult fwd_cuda(const FwdArgs& args) {
 
 // ---- bwd ----
 
-void launch_bwd(const Plan& plan, const BwdParams& params) {
+void launch_bwd(const Plan& plan, const BwdParams& params, std::byte* workspace) {
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(smxx::run_bwd_delta(params, stream));
-  if (plan.sm90_bwd_dq_tile != nullptr) {
+  if (plan.sm90_bwd_fused_tile != nullptr) {
+    auto* turns = reinterpret_cast<uint32_t*>(workspace + plan.dq_buffer_bytes);
+    C10_CUDA_CHECK(sm90::run_bwd_fused(
+        params, *plan.sm90_bwd_fused_tile,
+        {reinterpret_cast<float*>(workspace), plan.turn_bytes > 0 ? turns : nullptr}, stream));
+  } else if (plan.sm90_bwd_dq_tile != nullptr) {
     C10_CUDA_CHECK(sm90::run_bwd_dq(params, *plan.sm90_bwd_dq_tile, stream));
     C10_CUDA_CHECK(sm90::run_bwd_dkv(params, *plan.sm90_bwd_dkv_tile, stream));
   } else {
@@ -328,9 +340,10 @@ BwdResult bwd_cuda(const BwdArgs& args) {
   params.dq_strides = strides_of(dq);
   params.dk_strides = strides_of(dk);
   params.dv_strides = strides_of(dv);
-  params.delta = reinterpret_cast<float*>(workspace.data_ptr());
+  auto* bytes = static_cast<std::byte*>(workspace.data_ptr());
+  params.delta = reinterpret_cast<float*>(bytes + plan.dq_buffer_bytes + plan.turn_bytes);
   params.lse_log2 = params.delta + rows;
-  launch_bwd(plan, params);
+  launch_bwd(plan, params, bytes);
   return {dq, dk, dv, none(), none(), none(), none()};
 }
 

@@ -55,7 +55,10 @@ void bind_problem(py::module_& m) {
       .def_readwrite("top_left", &Problem::top_left)
       .def_readwrite("window_left", &Problem::window_left)
       .def_readwrite("window_right", &Problem::window_right)
-      .def_readwrite("options", &Problem::options);
+      .def_readwrite("options", &Problem::options)
+      .def_readwrite("plain_logits", &Problem::plain_logits)
+      .def_readwrite("deterministic", &Problem::deterministic)
+      .def_readwrite("rather_deterministic", &Problem::rather_deterministic);
 
   py::dict options;  // keyword argument -> Option bit
   options["bias"] = static_cast<uint32_t>(kBias);

@@ -8,7 +8,7 @@ std::vector<Rejection> rejections(const Problem& problem, const DeviceInfo& devi
   std::vector<Rejection> rejected;
   for (const Family* family : families()) {
     if (family == plan.family) continue;
-    const Reason reason = reject(*family, problem, device);
+    const Reason reason = reject(*family, problem, device, false);
     const std::string not_chosen = "it runs this call and was not the one chosen";
     rejected.push_back({family->name, reason ? reason.str() : not_chosen});
   }

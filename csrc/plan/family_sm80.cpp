@@ -52,7 +52,7 @@ Reason reject_device(const DeviceInfo& device) {
   return {};
 }
 
-Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
+Reason choose(const Problem& problem, const DeviceInfo& device, bool, Plan& plan) {
   if (Reason reason = reject_device(device)) return reason;
   if (Reason reason = reject_problem(problem)) return reason;
 

@@ -5,6 +5,7 @@
 
 #include "plan/cuda_rules.h"
 #include "plan/plan.h"
+#include "sm90/bwd_dq_buffer.h"
 #include "smxx/tiles.h"
 
 namespace flashattn_ext {
@@ -18,10 +19,15 @@ bool is_masked(const Window& window) {
   return window.left < kUnlimited || window.right < kUnlimited;
 }
 
+// The most keys that a query sees.
+int64_t keys_of_a_query(const Problem& problem, const Window& window) {
+  return std::min<int64_t>(problem.seqlen_k, int64_t{window.left} + window.right + 1);
+}
+
 // The first row whose bucket holds the head dims and which is for as many keys as a query sees.
 const sm90::FwdTile& pick_tile(const Problem& problem, const Window& window) {
   const bool masked = is_masked(window);
-  const int64_t keys = std::min<int64_t>(problem.seqlen_k, int64_t{window.left} + window.right + 1);
+  const int64_t keys = keys_of_a_query(problem, window);
   for (const sm90::FwdTile& tile : sm90::kFwdTiles) {
     if (problem.head_dim <= tile.bucket && problem.head_dim_v <= tile.bucket_v &&
         keys <= (masked ? tile.most_keys_masked : tile.most_keys)) {
@@ -113,8 +119,7 @@ int64_t dkv_blocks(const Problem& problem, const sm90::BwdDkvTile& tile) {
   return grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, tile.block_n());
 }
 
-Reason choose_bwd(const Problem& problem, Plan& plan) {
-  plan.copy_out = needs_copy(problem.out);
+Reason choose_split_bwd(const Problem& problem, Plan& plan) {
   ask_for_row_stats(problem, plan);
   plan.sm90_bwd_dq_tile = pick_bwd_tile(sm90::kBwdDqTiles, problem);
   plan.sm90_bwd_dkv_tile = pick_bwd_tile(sm90::kBwdDkvTiles, problem);
@@ -123,7 +128,66 @@ Reason choose_bwd(const Problem& problem, Plan& plan) {
        grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 
-Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
+// The row of kBwdFusedTiles for these head dims; nullptr: none.
+const sm90::BwdFusedTile* pick_fused_tile(const Problem& problem) {
+  const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
+  for (const sm90::BwdFusedTile& tile : sm90::kBwdFusedTiles) {
+    if (tile.least_head_dim <= head_dim && head_dim <= tile.bucket) return &tile;
+  }
+  return nullptr;
+}
+
+int64_t fused_blocks(const Problem& problem, const sm90::BwdFusedTile& tile) {
+  return grid_blocks(problem, problem.seqlen_k, problem.num_heads_k, tile.block_n());
+}
+
+// Blocks of dQ that leave the buffer.
+int64_t convert_blocks(const Problem& problem, const sm90::BwdFusedTile& tile) {
+  return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m);
+}
+
+// What the fused kernel does worse than the family behind it, or not as it is wished.
+Reason prefer_split(const Problem& problem, const sm90::BwdFusedTile& tile, const Plan& plan) {
+  if (problem.deterministic || problem.rather_deterministic) {
+    return {"gradients are to be equal over runs, and its sums of dQ are so only in turns"};
+  }
+  const int64_t least = is_masked(plan.window) ? tile.least_keys_masked : tile.least_keys;
+  if (keys_of_a_query(problem, plan.window) < least) {
+    return {.text = "it is slower than two kernels where a query sees fewer than {a} keys",
+            .a = least};
+  }
+  return {};
+}
+
+Reason choose_fused_bwd(const Problem& problem, bool by_name, Plan& plan) {
+  if (!problem.plain_logits) return {"it has no softcap and takes a softmax_scale above 0 alone"};
+  const sm90::BwdFusedTile* tile = pick_fused_tile(problem);
+  if (tile == nullptr) {
+    return {.text = "it is for head dims up to 64 and from 97 to 128, and these are {a} and {b}",
+            .a = problem.head_dim,
+            .b = problem.head_dim_v};
+  }
+  if (!by_name) {
+    if (Reason reason = prefer_split(problem, *tile, plan)) return reason;
+  }
+  plan.sm90_bwd_fused_tile = tile;
+  const sm90::BwdDqBuffer buffer(problem.varlen, problem.batch, problem.seqlen_q, problem.total_q,
+                                 tile->block_m, tile->bucket);
+  plan.dq_buffer_bytes = buffer.bytes(problem.num_heads_q);
+  if (problem.deterministic) plan.turn_bytes = buffer.turn_bytes(problem.num_heads_q);
+  plan.workspace_bytes = plan.dq_buffer_bytes + plan.turn_bytes + 2 * row_stats_bytes(problem);
+  plan.workspace_formula =
+      problem.varlen
+          ? "num_heads_q * (8 * total_q + 4 * bucket * Br * (total_q / Br + batch)), and counters"
+          : "num_heads_q * batch * (8 * seqlen_q + 4 * bucket * Br * ceil(seqlen_q / Br)), and "
+            "counters";
+  return reject_grid(std::max(
+      {fused_blocks(problem, *tile), convert_blocks(problem, *tile),
+       grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
+}
+
+// What both families ask, and the copies they make.
+Reason choose_inputs(const Problem& problem, const DeviceInfo& device, Plan& plan) {
   if (device.cc_major != 9 || device.cc_minor != 0) {
     return {.text = "it needs compute capability 9.0 and this device has {a}.{b}",
             .a = device.cc_major,
@@ -156,11 +220,24 @@ Reason choose(const Problem& problem, const DeviceInfo& device, Plan& plan) {
       return reason;
     }
   }
-  if (problem.op == Op::kForward) return choose_fwd(problem, device, plan);
+  if (problem.op == Op::kForward) return {};
+  plan.copy_out = needs_copy(problem.out);
   // A gradient that repeats one value in place is usual: that of a sum.
   plan.copy_dout = needs_copy(problem.dout) ||
                    reject_layout("dout", problem.dout, batch, rows_q, problem.num_heads_q);
-  return choose_bwd(problem, plan);
+  return {};
+}
+
+Reason choose(const Problem& problem, const DeviceInfo& device, bool, Plan& plan) {
+  if (Reason reason = choose_inputs(problem, device, plan)) return reason;
+  return problem.op == Op::kForward ? choose_fwd(problem, device, plan)
+                                    : choose_split_bwd(problem, plan);
+}
+
+Reason choose_fused(const Problem& problem, const DeviceInfo& device, bool by_name, Plan& plan) {
+  if (Reason reason = choose_inputs(problem, device, plan)) return reason;
+  if (problem.op == Op::kBackward) return choose_fused_bwd(problem, by_name, plan);
+  return by_name ? choose_fwd(problem, device, plan) : Reason{"its forward is that of sm90"};
 }
 
 template <class Tile>
@@ -178,6 +255,12 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
       list.push_back({.name = "flash_fwd_sm90_counter_kernel", .grid = 1});
     list.push_back(report("flash_fwd_sm90_kernel", tile, plan.num_ctas, tile.block_m(),
                           tile.block_n, tile.k_stages));
+  } else if (plan.sm90_bwd_fused_tile != nullptr) {
+    const sm90::BwdFusedTile& tile = *plan.sm90_bwd_fused_tile;
+    list.push_back({.name = "flash_bwd_delta_kernel"});
+    list.push_back(report("flash_bwd_fused_sm90_kernel", tile, fused_blocks(problem, tile),
+                          tile.block_m, tile.block_n(), tile.stages));
+    list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
   } else {
     const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;
     const sm90::BwdDkvTile& dkv = *plan.sm90_bwd_dkv_tile;
@@ -192,6 +275,14 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
 }
 
 }  // namespace
+
+const Family kSm90FusedFamily = {
+    .name = "sm90_fused",
+    .summary = "Hopper backward in one kernel: five products, dQ summed in an fp32 buffer",
+    .on_cuda = true,
+    .choose = choose_fused,
+    .kernels = kernels,
+};
 
 const Family kSm90Family = {
     .name = "sm90",

@@ -5,7 +5,7 @@
 namespace flashattn_ext {
 namespace {
 
-Reason choose(const Problem&, const DeviceInfo&, Plan&) { return {}; }
+Reason choose(const Problem&, const DeviceInfo&, bool, Plan&) { return {}; }
 
 std::vector<KernelReport> kernels(const Problem&, const Plan&) { return {}; }
 

@@ -6,7 +6,8 @@
 namespace flashattn_ext {
 namespace {
 
-Reason choose(const Family& family, const Problem& problem, const DeviceInfo& device, Plan& plan) {
+Reason choose(const Family& family, const Problem& problem, const DeviceInfo& device, bool by_name,
+              Plan& plan) {
   if (family.on_cuda && !device.is_cuda) {
     return {"it runs on CUDA tensors and these are on the CPU"};
   }
@@ -14,13 +15,14 @@ Reason choose(const Family& family, const Problem& problem, const DeviceInfo& de
     return {"it runs on CPU tensors and these are on a CUDA device"};
   }
   plan.window = canonical_window(problem);  // families choose by it
-  return family.choose(problem, device, plan);
+  return family.choose(problem, device, by_name, plan);
 }
 
 }  // namespace
 
 const std::vector<const Family*>& families() {
-  static const std::vector<const Family*> list = {&kSm90Family, &kSm80Family, &kSpecFamily};
+  static const std::vector<const Family*> list = {&kSm90FusedFamily, &kSm90Family, &kSm80Family,
+                                                   &kSpecFamily};
   return list;
 }
 
@@ -39,16 +41,17 @@ std::string family_names() {
   return names;
 }
 
-Reason reject(const Family& family, const Problem& problem, const DeviceInfo& device) {
+Reason reject(const Family& family, const Problem& problem, const DeviceInfo& device,
+              bool by_name) {
   Plan unused;
-  return choose(family, problem, device, unused);
+  return choose(family, problem, device, by_name, unused);
 }
 
 Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced) {
   for (const Family* family : families()) {
     if (!forced.empty() && forced != family->name) continue;
     Plan plan;
-    if (choose(*family, problem, device, plan)) continue;
+    if (choose(*family, problem, device, !forced.empty(), plan)) continue;
     plan.family = family;
     plan.empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0 ||
                  problem.total_q == 0 || problem.total_k == 0 || problem.num_heads_q == 0;
@@ -65,13 +68,13 @@ std::string error_sentence(const Problem& problem, const DeviceInfo& device,
     if (family == nullptr) {
       return name + " names no kernel family; there are " + family_names();
     }
-    return name + " does not run this call: " + reject(*family, problem, device).str();
+    return name + " does not run this call: " + reject(*family, problem, device, true).str();
   }
   // Families that object alike share a sentence.
   std::vector<std::pair<std::string, std::string>> objections;  // names, reason
   for (const Family* family : families()) {
     if (family->on_cuda != device.is_cuda) continue;
-    std::string reason = reject(*family, problem, device).str();
+    std::string reason = reject(*family, problem, device, false).str();
     if (!objections.empty() && objections.back().second == reason) {
       objections.back().first.append(", ").append(family->name);
     } else {

@@ -40,15 +40,17 @@ struct Family {
   const char* name;
   const char* summary;
   bool on_cuda;
-  // Objects, or fills in the plan's tiles, copies and workspace.
-  Reason (*choose)(const Problem& problem, const DeviceInfo& device, Plan& plan);
+  // Objects, or fills in the plan's tiles, copies and workspace. Asked `by_name`, it objects to
+  // what it cannot run alone, and not to what another family does better.
+  Reason (*choose)(const Problem& problem, const DeviceInfo& device, bool by_name, Plan& plan);
   // The kernels of a plan that `choose` filled in, in launch order.
   std::vector<KernelReport> (*kernels)(const Problem& problem, const Plan& plan);
 };
 
-extern const Family kSm90Family;  // family_sm90.cpp
-extern const Family kSm80Family;  // family_sm80.cpp
-extern const Family kSpecFamily;  // family_spec.cpp
+extern const Family kSm90FusedFamily;  // family_sm90.cpp
+extern const Family kSm90Family;       // family_sm90.cpp
+extern const Family kSm80Family;       // family_sm80.cpp
+extern const Family kSpecFamily;       // family_spec.cpp
 
 struct Plan {
   const Family* family = nullptr;  // nullptr: nothing runs the problem; see error_sentence
@@ -59,6 +61,7 @@ struct Plan {
   int32_t num_ctas = 0;  // of the persistent launch of sm90_fwd_tile
   const sm90::BwdDqTile* sm90_bwd_dq_tile = nullptr;
   const sm90::BwdDkvTile* sm90_bwd_dkv_tile = nullptr;
+  const sm90::BwdFusedTile* sm90_bwd_fused_tile = nullptr;
   const sm80::FwdTile* fwd_tile = nullptr;
   const sm80::BwdDqTile* bwd_dq_tile = nullptr;
   const sm80::BwdDkvTile* bwd_dkv_tile = nullptr;
@@ -73,9 +76,11 @@ struct Plan {
   bool copy_out = false;
   bool copy_dout = false;
 
-  // Bytes allocated for the launch besides outputs and copies: the backward's delta and lse_log2,
-  // or a persistent launch's counter.
+  // Bytes allocated for the launch besides outputs and copies: the backward's buffer for dQ and the
+  // counters of its turns, where it has them, then its delta and lse_log2; or a persistent launch's
+  // counter.
   int64_t workspace_bytes = 0;
+  int64_t dq_buffer_bytes = 0, turn_bytes = 0;
   const char* workspace_formula = "";
 };
 
@@ -86,8 +91,9 @@ Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_vie
 std::string error_sentence(const Problem& problem, const DeviceInfo& device,
                            std::string_view forced = {});
 
-// Why `family` does not run the problem on this device; no objection when it does.
-Reason reject(const Family& family, const Problem& problem, const DeviceInfo& device);
+// Why `family` does not run the problem on this device; no objection when it does. `by_name` as in
+// Family::choose.
+Reason reject(const Family& family, const Problem& problem, const DeviceInfo& device, bool by_name);
 
 // Every family: the preferred one first, the most general one of each kind of device last.
 const std::vector<const Family*>& families();

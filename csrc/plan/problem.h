@@ -56,7 +56,12 @@ struct Problem {
   bool top_left = false;
   int64_t window_left = -1;
   int64_t window_right = -1;
-  uint32_t options = 0;  // Option bits
+  uint32_t options = 0;      // Option bits
+  bool plain_logits = true;  // no softcap, and a softmax_scale above 0
+  // Gradients equal to the bit over runs: asked for by the call or by torch's switch; or wished for
+  // by that switch with warn_only, where plans named by the caller may do without.
+  bool deterministic = false;
+  bool rather_deterministic = false;
 };
 
 }  // namespace flashattn_ext

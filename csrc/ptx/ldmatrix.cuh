@@ -31,4 +31,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_addr, const uint32_t (
       : "memory");
 }
 
+// The reverse of ldmatrix_x4_trans.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem_addr, const uint32_t (&reg)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(smem_addr),
+      "r"(reg[0]), "r"(reg[1]), "r"(reg[2]), "r"(reg[3])
+      : "memory");
+}
+
 }  // namespace flashattn_ext::ptx

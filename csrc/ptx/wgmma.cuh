@@ -103,16 +103,17 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
   "%127"
 
-// A from shared memory: descA, descB, accumulate. Both operands have the depth as their columns.
-#define FLASHATTN_EXT_WGMMA_SS(N, TYPE, REGS, A, B, P, ...)                              \
+// A from shared memory, with the depth as its columns: descA, descB, accumulate. TRANS_B = 1 when
+// the columns of B's rows are N rather than the depth.
+#define FLASHATTN_EXT_WGMMA_SS(N, TYPE, TRANS_B, REGS, A, B, P, ...)                     \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                   \
                ", 0;\n"                                                                  \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS \
                "}, "                                                                     \
-               "%" #A ", %" #B ", p, 1, 1, 0, 0;\n}\n"                                   \
+               "%" #A ", %" #B ", p, 1, 1, 0, " #TRANS_B ";\n}\n"                        \
                : __VA_ARGS__                                                             \
                : "l"(desc_a), "l"(desc_b), "r"(accumulate))
-// A from registers; TRANS_B = 1 when the columns of B's rows are N rather than the depth.
+// A from registers.
 #define FLASHATTN_EXT_WGMMA_RS(N, TYPE, TRANS_B, REGS, A0, A1, A2, A3, B, P, ...)               \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P                                          \
                ", 0;\n"                                                                         \
@@ -122,54 +123,51 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
                : __VA_ARGS__                                                                    \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate))
 
-// acc (64, 8 * kTiles) = [acc +] A B^T, A and B given by descriptors.
-template <typename Element, int kTiles>
+// acc (64, 8 * kTiles) = [acc +] A B^T (kTransB = 0) or A B (kTransB = 1), both by descriptors.
+template <typename Element, int kTransB, int kTiles>
 __device__ __forceinline__ void wgmma_ss(float (&acc)[kTiles][4], uint64_t desc_a, uint64_t desc_b,
                                          int accumulate);
-// acc = [acc +] A B^T (kTransB = 0) or A B (kTransB = 1), A in registers.
+// The same with A in registers.
 template <typename Element, int kTransB, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&acc)[kTiles][4], const uint32_t (&a)[4],
                                          uint64_t desc_b, int accumulate);
 
-#define FLASHATTN_EXT_WGMMA(ELEMENT, TYPE, N, TILES, REGS, R0, R1, R2, R3, R4, R5, ...)            \
+#define FLASHATTN_EXT_WGMMA_ONE(ELEMENT, TYPE, TRANS_B, N, TILES, REGS, R0, R1, R2, R3, R4, R5, ...) \
   template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_ss<ELEMENT, TILES>(float(&acc)[TILES][4], uint64_t desc_a, \
-                                                           uint64_t desc_b, int accumulate) {      \
-    FLASHATTN_EXT_WGMMA_SS(N, TYPE, REGS, R0, R1, R2, __VA_ARGS__);                                \
+  __device__ __forceinline__ void wgmma_ss<ELEMENT, TRANS_B, TILES>(                               \
+      float(&acc)[TILES][4], uint64_t desc_a, uint64_t desc_b, int accumulate) {                   \
+    FLASHATTN_EXT_WGMMA_SS(N, TYPE, TRANS_B, REGS, R0, R1, R2, __VA_ARGS__);                       \
   }                                                                                                \
   template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_rs<ELEMENT, 0, TILES>(                                     \
+  __device__ __forceinline__ void wgmma_rs<ELEMENT, TRANS_B, TILES>(                               \
       float(&acc)[TILES][4], const uint32_t(&a)[4], uint64_t desc_b, int accumulate) {             \
-    FLASHATTN_EXT_WGMMA_RS(N, TYPE, 0, REGS, R0, R1, R2, R3, R4, R5, __VA_ARGS__);                 \
-  }                                                                                                \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_rs<ELEMENT, 1, TILES>(                                     \
-      float(&acc)[TILES][4], const uint32_t(&a)[4], uint64_t desc_b, int accumulate) {             \
-    FLASHATTN_EXT_WGMMA_RS(N, TYPE, 1, REGS, R0, R1, R2, R3, R4, R5, __VA_ARGS__);                 \
+    FLASHATTN_EXT_WGMMA_RS(N, TYPE, TRANS_B, REGS, R0, R1, R2, R3, R4, R5, __VA_ARGS__);           \
   }
-#define FLASHATTN_EXT_WGMMA_BOTH(...)                     \
-  FLASHATTN_EXT_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) \
-  FLASHATTN_EXT_WGMMA(__half, "f16", __VA_ARGS__)
+#define FLASHATTN_EXT_WGMMA(...)                                 \
+  FLASHATTN_EXT_WGMMA_ONE(__nv_bfloat16, "bf16", 0, __VA_ARGS__) \
+  FLASHATTN_EXT_WGMMA_ONE(__nv_bfloat16, "bf16", 1, __VA_ARGS__) \
+  FLASHATTN_EXT_WGMMA_ONE(__half, "f16", 0, __VA_ARGS__)         \
+  FLASHATTN_EXT_WGMMA_ONE(__half, "f16", 1, __VA_ARGS__)
 
-FLASHATTN_EXT_WGMMA_BOTH(64, 8, FLASHATTN_EXT_REGS_32, 32, 33, 34, 35, 36, 37,
+FLASHATTN_EXT_WGMMA(64, 8, FLASHATTN_EXT_REGS_32, 32, 33, 34, 35, 36, 37,
                          FLASHATTN_EXT_ACC8(0))
-FLASHATTN_EXT_WGMMA_BOTH(80, 10, FLASHATTN_EXT_REGS_40, 40, 41, 42, 43, 44, 45,
+FLASHATTN_EXT_WGMMA(80, 10, FLASHATTN_EXT_REGS_40, 40, 41, 42, 43, 44, 45,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC(8), FLASHATTN_EXT_ACC(9))
-FLASHATTN_EXT_WGMMA_BOTH(96, 12, FLASHATTN_EXT_REGS_48, 48, 49, 50, 51, 52, 53,
+FLASHATTN_EXT_WGMMA(96, 12, FLASHATTN_EXT_REGS_48, 48, 49, 50, 51, 52, 53,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8))
-FLASHATTN_EXT_WGMMA_BOTH(112, 14, FLASHATTN_EXT_REGS_56, 56, 57, 58, 59, 60, 61,
+FLASHATTN_EXT_WGMMA(112, 14, FLASHATTN_EXT_REGS_56, 56, 57, 58, 59, 60, 61,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8), FLASHATTN_EXT_ACC(12),
                          FLASHATTN_EXT_ACC(13))
-FLASHATTN_EXT_WGMMA_BOTH(128, 16, FLASHATTN_EXT_REGS_64, 64, 65, 66, 67, 68, 69,
+FLASHATTN_EXT_WGMMA(128, 16, FLASHATTN_EXT_REGS_64, 64, 65, 66, 67, 68, 69,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8))
-FLASHATTN_EXT_WGMMA_BOTH(192, 24, FLASHATTN_EXT_REGS_96, 96, 97, 98, 99, 100, 101,
+FLASHATTN_EXT_WGMMA(192, 24, FLASHATTN_EXT_REGS_96, 96, 97, 98, 99, 100, 101,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16))
-FLASHATTN_EXT_WGMMA_BOTH(256, 32, FLASHATTN_EXT_REGS_128, 128, 129, 130, 131, 132, 133,
+FLASHATTN_EXT_WGMMA(256, 32, FLASHATTN_EXT_REGS_128, 128, 129, 130, 131, 132, 133,
                          FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16),
                          FLASHATTN_EXT_ACC8(24))
 
-#undef FLASHATTN_EXT_WGMMA_BOTH
 #undef FLASHATTN_EXT_WGMMA
+#undef FLASHATTN_EXT_WGMMA_ONE
 #undef FLASHATTN_EXT_WGMMA_RS
 #undef FLASHATTN_EXT_WGMMA_SS
 #undef FLASHATTN_EXT_REGS_128

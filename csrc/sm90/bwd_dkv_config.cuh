@@ -13,21 +13,22 @@
 
 namespace flashattn_ext::sm90 {
 
-template <typename Element_, int kRow>
-struct BwdDkvConfig {
+// Of every kernel with a CTA per key block: K and V; stages of Q and dO; what else the tile has in
+// shared memory; stages of statistics; barriers.
+template <typename Element_, const auto& kTable, int kRow>
+struct BwdKeyBlockConfig {
   using Element = Element_;
-  static constexpr BwdDkvTile kTile = kBwdDkvTiles[kRow];
+  static constexpr auto kTile = kTable[kRow];
   static constexpr int kHeadDim = kTile.bucket, kBlockM = kTile.block_m;
   static constexpr int kConsumers = kTile.consumers, kBlockN = kTile.block_n();
   static constexpr int kStages = kTile.stages;
-  static constexpr bool kRoles = kTile.roles;
   static constexpr int kKeyGroups = kBlockN / 64;  // of 64 keys
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
+  // Consumers wait for ever for registers that the launch did not give the CTA.
+  static constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
+  static_assert(kProducerRegs + kConsumers * kConsumerRegs <= (1 + kConsumers) * kLaunchRegs);
   static_assert(kConsumers == 2 && kHeadDim % 32 == 0 && kBlockM % 32 == 0);
-  // With keys of its own, a consumer holds a stage while it passes over one that only the other
-  // needs.
-  static_assert(kStages >= (kRoles ? 2 : 3));
 
   static constexpr int kChunks = kTile.chunks();
   static constexpr uint32_t kRowChunkBytes = chunk_bytes(64);  // 64 keys
@@ -39,13 +40,22 @@ struct BwdDkvConfig {
   static constexpr uint32_t kOffsetV = kKeyGroups * kRowBytes;
   static constexpr uint32_t kOffsetQ = 2 * kKeyGroups * kRowBytes;
   static constexpr uint32_t kOffsetDo = kOffsetQ + kStages * kQBytes;
-  static constexpr uint32_t kOffsetP = kOffsetDo + kStages * kQBytes;
-  static constexpr uint32_t kPBytes = kRoles ? 4 * 64 * kBlockM : 0;
-  static constexpr uint32_t kOffsetLse = kOffsetP + kStages * kPBytes;
+  static constexpr uint32_t kOffsetScores = kOffsetDo + kStages * kQBytes;
+  static constexpr uint32_t kOffsetLse = kOffsetScores + kTile.scores_bytes();
   static constexpr uint32_t kOffsetDelta = kOffsetLse + 4 * kStages * kBlockM;
   static constexpr uint32_t kOffsetBarriers = kOffsetDelta + 4 * kStages * kBlockM;
   static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
   static_assert(kSmemBytes == kTile.smem_bytes());
+};
+
+template <typename Element, int kRow>
+struct BwdDkvConfig : BwdKeyBlockConfig<Element, kBwdDkvTiles, kRow> {
+  using Base = BwdKeyBlockConfig<Element, kBwdDkvTiles, kRow>;
+  static constexpr bool kRoles = Base::kTile.roles;
+  static constexpr uint32_t kPBytes = 4 * 64 * Base::kBlockM;  // of a stage, for roles
+  // With keys of its own, a consumer holds a stage while it passes over one that only the other
+  // needs.
+  static_assert(Base::kStages >= (kRoles ? 2 : 3));
 };
 
 template <typename Config>
@@ -92,7 +102,8 @@ struct BwdDkvWork {
   int32_t n0;          // first key
   SeqlenSide side_q, side_k;
   BlockRange blocks;
-  BlockRange rows;  // of Q and dO, that may be multiplied as they are
+  int32_t first_block;  // the walk over a head's blocks begins there and goes round
+  BlockRange rows;      // of Q and dO, that may be multiplied as they are
 
   __device__ __forceinline__ BwdDkvWork(const BwdParams& params, const TileOrder::Tile& tile,
                                         int block_m, int block_n)
@@ -104,6 +115,7 @@ struct BwdDkvWork {
         side_k(uniform(key_side(params, batch_idx))),
         blocks(
             uniform(Band(params, side_q.length, side_k.length).query_blocks(n0, block_n, block_m))),
+        first_block(blocks.begin),
         rows(Band(params, side_q.length, side_k.length).seeing_rows()) {
     // Past the end of a dense tensor the copy engine reads zeros itself.
     const bool packed = params.cu_seqlens_q != nullptr || params.seqused_q != nullptr;
@@ -116,12 +128,27 @@ struct BwdDkvWork {
     return m0 < rows.begin || m0 + block_m > rows.end;
   }
 
+  // The walk of this CTA, the rank-th of `count`, begins as far into the blocks.
+  __device__ __forceinline__ void spread(int rank, int count) {
+    const int64_t num_blocks = max(blocks.end - blocks.begin, 0);
+    first_block = ptx::uniform(blocks.begin + static_cast<int>(rank * num_blocks / count));
+  }
+
+  __device__ __forceinline__ int num_steps() const {
+    return max(blocks.end - blocks.begin, 0) * group_size;
+  }
+  __device__ __forceinline__ int block_after(int block) const {
+    return block + 1 == blocks.end ? blocks.begin : block + 1;
+  }
+
   // Calls f(m0, query head) for every step.
   template <typename Function>
   __device__ __forceinline__ void for_each_step(int block_m, const Function& f) const {
     for (int head = 0; head < group_size; ++head) {
-      for (int block = blocks.begin; block < blocks.end; ++block) {
+      int block = first_block;
+      for (int left = blocks.end - blocks.begin; left > 0; --left) {
         f(block * block_m, kv_head_idx * group_size + head);
+        block = block_after(block);
       }
     }
   }

@@ -52,10 +52,6 @@ class BwdDkvConsumerBase {
     return smem + offset + key_group * Config::kRowBytes;
   }
 
-  __device__ __forceinline__ int num_steps() const {
-    return max(work.blocks.end - work.blocks.begin, 0) * work.group_size;
-  }
-
   // Q of the ring's stage is there, and so are the statistics.
   __device__ __forceinline__ void await_q() const {
     ptx::mbarrier_wait(barriers.q_full(ring.stage()), ring.phase());
@@ -85,9 +81,18 @@ class BwdDkvConsumerBase {
   template <bool kInPlace, bool kPack = true>
   __device__ __forceinline__ void form_p(Fragments& p, Scores& s, int stage, int m0) const {
     if constexpr (kInPlace) transform.apply(s);
-    if (__any_sync(0xffffffffu, !band.covers(m0, kBlockM, warp_key0(), 16))) {
-      apply_mask_transposed(s, band, warp_key0(), m0, lane());
-    }
+    if (__any_sync(0xffffffffu, !band.covers(m0, kBlockM, warp_key0(), 16))) hide(s, m0);
+    exponentiate<kInPlace, kPack>(p, s, stage);
+  }
+
+  // What the band hides in scores of queries from m0 on becomes -inf.
+  __device__ __forceinline__ void hide(Scores& s, int m0) const {
+    apply_mask_transposed(s, band, warp_key0(), m0, lane());
+  }
+
+  // The same of logits that are masked already.
+  template <bool kInPlace, bool kPack>
+  __device__ __forceinline__ void exponentiate(Fragments& p, Scores& s, int stage) const {
     const uint32_t sLse =
         smem + Config::kOffsetLse + 4 * (stage * kBlockM + tile::acc_col(lane(), 0));
 #pragma unroll
@@ -131,8 +136,9 @@ class BwdDkvConsumerBase {
   // Starts scores (64 keys, kBlockM queries) = rows of K or V times the stage's Q or dO.
   __device__ __forceinline__ void start_scores(float (&acc)[kMTiles][4], uint32_t offset,
                                                uint32_t queries) const {
-    start_xyt<Element, kHeadDim>(acc, own_rows(offset), Config::kRowChunkBytes, queries,
-                                 Config::kQChunkBytes);
+    // Of unknown origin: the descriptors of its sixteenths are made here and not kept in registers.
+    const uint32_t rows = ptx::uniform(ptx::opaque(own_rows(offset)));
+    start_xyt<Element, kHeadDim>(acc, rows, Config::kRowChunkBytes, queries, Config::kQChunkBytes);
   }
 
   // dV leaves through these keys' rows of K, and dK through those of V, once all warps of the
@@ -190,7 +196,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
         own(uniform(key0 < work.side_k.length ? band.query_blocks(key0, 64, kBlockM)
                                               : BlockRange{0, 0})),
         block(ptx::uniform(work.blocks.end - 1)),
-        remaining(ptx::uniform(this->num_steps())) {}
+        remaining(ptx::uniform(work.num_steps())) {}
 
   __device__ __forceinline__ void run() {
     tile::clear(acc_dk);
@@ -272,7 +278,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
   __device__ __forceinline__ bool next_own() {
     while (remaining > 0) {
       --remaining;
-      block = block + 1 == work.blocks.end ? work.blocks.begin : block + 1;
+      block = work.block_after(block);
       await_q();
       if (block >= own.begin && block < own.end) return true;
       release(barriers.q_empty(ring.stage()));
@@ -314,7 +320,7 @@ class BwdDkvRoleConsumer : protected BwdDkvConsumerBase<Config> {
 
   // This lane's four elements of accumulator tile j of P.
   __device__ __forceinline__ uint32_t p_address(int stage, int j) const {
-    return this->smem + Config::kOffsetP + stage * Config::kPBytes +
+    return this->smem + Config::kOffsetScores + stage * Config::kPBytes +
            16 * (128 * j + threadIdx.x % 128);
   }
 
@@ -337,7 +343,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
       : Base(params, transform, work, smem, 0) {}
 
   __device__ __forceinline__ void run() {
-    if (this->num_steps() > 0) {
+    if (work.num_steps() > 0) {
       ptx::mbarrier_wait(barriers.k_full(), 0);
       await_q();
       start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
@@ -358,7 +364,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
   __device__ __forceinline__ void walk() {
     int block = work.blocks.begin;
 #pragma unroll 1
-    for (int steps = this->num_steps(); steps > 0; --steps) {
+    for (int steps = work.num_steps(); steps > 0; --steps) {
       const int stage = ring.stage();
       Fragments p;
       this->template form_p<kInPlace>(p, acc_s, stage, block * kBlockM);
@@ -373,7 +379,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
       await_do();
       start_wz<Element>(acc[0], p, sDo(stage), Config::kQChunkBytes);
       ring.advance();
-      block = block + 1 == work.blocks.end ? work.blocks.begin : block + 1;
+      block = work.block_after(block);
       if (steps > 1) await_q();
       // Behind the last block of whatever lies there, and nobody reads it.
       start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
@@ -401,7 +407,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
       : Base(params, transform, work, smem, 1) {}
 
   __device__ __forceinline__ void run() {
-    if (this->num_steps() > 0) {
+    if (work.num_steps() > 0) {
       ptx::mbarrier_wait(barriers.v_full(), 0);
       await_q();
       await_do();
@@ -417,7 +423,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
  private:
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
-    for (int steps = this->num_steps(); steps > 0; --steps) {
+    for (int steps = work.num_steps(); steps > 0; --steps) {
       const int stage = ring.stage();
       Fragments ds;
       ptx::mbarrier_wait(barriers.p_full(stage), ring.phase());

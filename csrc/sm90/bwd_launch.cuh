@@ -10,17 +10,19 @@
 #include "attention/launch.cuh"
 #include "attention/tile_order.h"
 #include "sm90/bwd_dkv_kernel.cuh"
+#include "sm90/bwd_dq_convert.cuh"
 #include "sm90/bwd_dq_kernel.cuh"
+#include "sm90/bwd_fused_kernel.cuh"
 #include "sm90/launch.h"
 #include "sm90/tensor_map.h"
 
 namespace flashattn_ext::sm90 {
 
 // `rows_q`, `rows_k`: of a box of Q and dO, of K and V.
-template <typename Config>
-cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdTensorMaps),
+template <typename Config, typename... More>
+cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdTensorMaps, More...),
                        const BwdParams& params, const TileOrder& order, int32_t rows_q,
-                       int32_t rows_k, cudaStream_t stream) {
+                       int32_t rows_k, cudaStream_t stream, const More&... more) {
   if (order.num_tiles() == 0) return cudaSuccess;
   const int32_t dim = params.head_dim, dim_v = params.head_dim_v;
   BwdTensorMaps maps;
@@ -36,7 +38,7 @@ cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdT
   const cudaError_t error = allow_smem<Config>(kernel);
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<uint32_t>(order.num_tiles()), Config::kNumThreads, Config::kSmemBytes,
-           stream>>>(params, ScoreTransform(params), order, maps);
+           stream>>>(params, ScoreTransform(params), order, maps, more...);
   return cudaGetLastError();
 }
 
@@ -48,8 +50,36 @@ cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 }
 
 template <typename Config>
+cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& workspace,
+                             cudaStream_t stream) {
+  const BwdDqBuffer buffer(params.cu_seqlens_q != nullptr, params.batch, params.seqlen_q,
+                           params.total_q, Config::kBlockM, Config::kHeadDim);
+  const auto clear = [&](void* data, int64_t bytes) {
+    return cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream);
+  };
+  cudaError_t error = clear(workspace.dq, buffer.bytes(params.num_heads_q));
+  if (error != cudaSuccess) return error;
+  if constexpr (Config::kInOrder) {
+    error = clear(workspace.turns, buffer.turn_bytes(params.num_heads_q));
+    if (error != cudaSuccess) return error;
+  }
+  // In order: from the last key block on, so that none waits for one that has not begun.
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN, Config::kInOrder);
+  error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params, order, Config::kBlockM,
+                             64, stream, BwdFusedDq{workspace.dq, buffer, workspace.turns});
+  if (error != cudaSuccess) return error;
+  const int32_t num_blocks = ceil_div(params.seqlen_q, Config::kBlockM);
+  const int64_t grid = static_cast<int64_t>(num_blocks) * params.batch * params.num_heads_q;
+  if (grid == 0) return cudaSuccess;
+  flash_bwd_dq_convert_sm90_kernel<Config>
+      <<<static_cast<uint32_t>(grid), 128 * Config::kConsumers, 0, stream>>>(params, workspace.dq,
+                                                                             buffer, num_blocks);
+  return cudaGetLastError();
+}
+
+template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
-  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN, false);
   return launch_bwd<Config>(flash_bwd_dkv_sm90_kernel<Config>, params, order, Config::kBlockM, 64,
                             stream);
 }
@@ -71,6 +101,23 @@ cudaError_t launch_bwd_dkv_bucket(const BwdParams& params, const BwdDkvTile& til
     return params.dtype == Dtype::kBFloat16
                ? launch_bwd_dkv<BwdDkvConfig<__nv_bfloat16, row.value>>(params, stream)
                : launch_bwd_dkv<BwdDkvConfig<__half, row.value>>(params, stream);
+  });
+}
+
+template <int kBucket>
+cudaError_t launch_bwd_fused_bucket(const BwdParams& params, const BwdFusedTile& tile,
+                                    const BwdFusedWorkspace& workspace, cudaStream_t stream) {
+  return launch_row<kBucket, kBwdFusedTiles>(tile, [&](auto row) {
+    const auto launch = [&](auto element, auto in_order) {
+      using Config = BwdFusedConfig<decltype(element), row.value, in_order.value>;
+      return launch_bwd_fused<Config>(params, workspace, stream);
+    };
+    const auto launch_element = [&](auto in_order) {
+      return params.dtype == Dtype::kBFloat16 ? launch(__nv_bfloat16{}, in_order)
+                                              : launch(__half{}, in_order);
+    };
+    return workspace.turns != nullptr ? launch_element(std::true_type{})
+                                      : launch_element(std::false_type{});
   });
 }
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ void start_xyt(float (&acc)[kTiles][4], uint32_t sX, 
   ptx::wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kDepth / 16; ++kk) {
-    ptx::wgmma_ss<Element>(acc, ptx::wgmma_advance(desc_x, column_step(kk, x_chunk)),
+    ptx::wgmma_ss<Element, 0>(acc, ptx::wgmma_advance(desc_x, column_step(kk, x_chunk)),
                            ptx::wgmma_advance(desc_y, column_step(kk, y_chunk)), kk != 0);
   }
   ptx::wgmma_commit();
@@ -45,6 +45,23 @@ __device__ __forceinline__ void start_wz(float (&acc)[kTiles][4], uint32_t (&w)[
 #pragma unroll
   for (int kk = 0; kk < kSteps; ++kk) {
     ptx::wgmma_rs<Element, 1>(acc, w[kk], ptx::wgmma_advance(desc_z, kk * chunk_bytes(16)), 1);
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts acc = X Z, X 64 rows of a tile of 16 * kSteps columns and Z as many rows of 64 columns,
+// which are those of acc. Every 64 rows of Z lie `z_group` bytes further on.
+template <typename Element, int kSteps>
+__device__ __forceinline__ void start_xz(float (&acc)[8][4], uint32_t sX, uint32_t x_chunk,
+                                         uint32_t sZ, uint32_t z_group) {
+  const uint64_t desc_x = ptx::wgmma_descriptor(sX, 0), desc_z = ptx::wgmma_descriptor(sZ, 0);
+  ptx::wgmma_pin(acc);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < kSteps; ++kk) {
+    const uint32_t z_step = kk / 4 * z_group + kk % 4 * chunk_bytes(16);
+    ptx::wgmma_ss<Element, 1>(acc, ptx::wgmma_advance(desc_x, column_step(kk, x_chunk)),
+                              ptx::wgmma_advance(desc_z, z_step), kk != 0);
   }
   ptx::wgmma_commit();
 }

@@ -378,7 +378,7 @@ class FwdConsumer {
         ptx::wgmma_rs<Element, 0>(acc_s[0], q_fragments[kk], k, kk != 0);
       } else {
         const uint64_t q = ptx::wgmma_advance(desc_q, column_step(kk, Config::kQChunkBytes));
-        ptx::wgmma_ss<Element>(acc_s[0], q, k, kk != 0);
+        ptx::wgmma_ss<Element, 0>(acc_s[0], q, k, kk != 0);
       }
     }
     ptx::wgmma_commit();

@@ -14,9 +14,18 @@ struct FwdSchedule {
   int32_t* tile_counter;  // 4 bytes of this launch; nullptr: every CTA takes every grid-th tile
 };
 
+// What the fused backward needs beside BwdParams (bwd_dq_buffer.h); anything may be in it.
+struct BwdFusedWorkspace {
+  float* dq;
+  uint32_t* turns;  // nullptr: dQ's sums are in no fixed order
+};
+
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSchedule& schedule,
                     cudaStream_t stream);
 cudaError_t run_bwd_dq(const BwdParams& params, const BwdDqTile& tile, cudaStream_t stream);
 cudaError_t run_bwd_dkv(const BwdParams& params, const BwdDkvTile& tile, cudaStream_t stream);
+// dQ, dK and dV.
+cudaError_t run_bwd_fused(const BwdParams& params, const BwdFusedTile& tile,
+                          const BwdFusedWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace flashattn_ext::sm90

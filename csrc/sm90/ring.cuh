@@ -17,6 +17,12 @@ class RingState {
   __device__ __forceinline__ void advance() {
     position = position == 2 * kStages - 1 ? 0 : position + 1;
   }
+  // The place before. That of a fresh ring is one whose barriers let pass.
+  __device__ __forceinline__ RingState before() const {
+    RingState result;
+    result.position = position == 0 ? 2 * kStages - 1 : position - 1;
+    return result;
+  }
 
  private:
   int position = 0;

@@ -92,17 +92,47 @@ struct BwdDkvTile {
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t num_barriers() const { return 2 + (roles ? 7 : 5) * stages; }
-  // K and V; Q and dO; P in fp32 for roles; lse_log2 and delta; barriers.
+  constexpr int32_t scores_bytes() const {  // P in fp32
+    return roles ? stages * 4 * block_m * block_n() : 0;
+  }
+  // K and V; Q and dO; scores; lse_log2 and delta; barriers.
   constexpr int32_t smem_bytes() const {
-    return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() +
-           (roles ? stages * 4 * block_m * block_n() : 0) + 2 * 4 * stages * block_m +
-           8 * num_barriers();
+    return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
+           2 * 4 * stages * block_m + 8 * num_barriers();
   }
 };
 
 inline constexpr BwdDkvTile kBwdDkvTiles[] = {
     {64, 128, 3, false}, {96, 64, 3, false}, {128, 64, 3, false},
     {192, 64, 2, true},  {256, 64, 2, true},
+};
+
+// Fused kernel: a CTA per (key block, KV head) of one producer warpgroup and two consumers of 64
+// keys each, which also adds what its keys give of dQ to a buffer (bwd_dq_buffer.h).
+struct BwdFusedTile {
+  int32_t least_head_dim, bucket;  // the larger head dim lies between
+  int32_t block_m;  // Br: query rows
+  int32_t stages;   // Q and dO tiles in flight
+  // From so many keys it is faster than the two kernels above: without a mask, and with a causal
+  // mask or window.
+  int32_t least_keys, least_keys_masked;
+
+  static constexpr int32_t consumers = 2;
+  static constexpr int32_t ds_stages = 3;
+  constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
+  constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
+  constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t num_barriers() const { return 2 + 5 * stages + ds_stages; }
+  constexpr int32_t scores_bytes() const { return ds_stages * 2 * block_m * block_n(); }  // dS
+  constexpr int32_t smem_bytes() const {
+    return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
+           2 * 4 * stages * block_m + 8 * num_barriers();
+  }
+};
+
+inline constexpr BwdFusedTile kBwdFusedTiles[] = {
+    {8, 64, 128, 2, 1024, 1024},
+    {97, 128, 64, 2, 1024, 2048},
 };
 
 }  // namespace flashattn_ext::sm90

@@ -30,7 +30,7 @@ struct SmemLayout {
     return static_cast<uint32_t>(row * kPitchBytes + ((piece ^ row_xor(row)) << 4));
   }
 
-  static constexpr uint32_t tile_bytes(int rows) { return rows * kPitchBytes; }
+  __host__ __device__ static constexpr uint32_t tile_bytes(int rows) { return rows * kPitchBytes; }
 };
 
 }  // namespace flashattn_ext::tile

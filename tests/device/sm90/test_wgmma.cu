@@ -15,6 +15,7 @@ constexpr uint32_t kMostSharedBytes = 227 * 1024;
 
 enum class Product {
   kSharedABt,     // A B^T, both from shared memory
+  kSharedAB,      // A B, both from shared memory
   kRegistersABt,  // A B^T, A from registers
   kRegistersAB,   // A B, A from registers
 };
@@ -22,8 +23,11 @@ enum class Product {
 // B is (kN, kDepth) for A B^T and (kDepth, kN) for A B.
 template <Product kProduct, int kN, int kDepth>
 struct Shape {
-  static constexpr int kBRows = kProduct == Product::kRegistersAB ? kDepth : kN;
-  static constexpr int kBCols = kProduct == Product::kRegistersAB ? kN : kDepth;
+  static constexpr bool kSharedA =
+      kProduct == Product::kSharedABt || kProduct == Product::kSharedAB;
+  static constexpr int kTransB =
+      kProduct == Product::kSharedAB || kProduct == Product::kRegistersAB ? 1 : 0;
+  static constexpr int kBRows = kTransB ? kDepth : kN, kBCols = kTransB ? kN : kDepth;
   static constexpr int kASize = chunked_size(kRows, kDepth), kBSize = chunked_size(kBRows, kBCols);
   static constexpr int kBChunkBytes = kBRows * kRowBytes;
   static_assert(kBChunkBytes % 1024 == 0, "chunks begin where the swizzle pattern does");
@@ -75,12 +79,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kN / 8; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e) acc[j][e] = c[c_index(j, e)];
-  uint32_t fragments[kProduct == Product::kSharedABt ? 1 : kDepth / 16][4] = {};
-  if constexpr (kProduct != Product::kSharedABt) read_a_fragments<Element, kDepth>(fragments, a);
+  uint32_t fragments[Shape::kSharedA ? 1 : kDepth / 16][4] = {};
+  if constexpr (!Shape::kSharedA) read_a_fragments<Element, kDepth>(fragments, a);
 
   const uint64_t desc_a = ptx::wgmma_descriptor(ptx::smem_address(sA), 0);
-  const uint64_t desc_b = ptx::wgmma_descriptor(
-      ptx::smem_address(sB), kProduct == Product::kRegistersAB ? Shape::kBChunkBytes : 0);
+  const uint64_t desc_b =
+      ptx::wgmma_descriptor(ptx::smem_address(sB), Shape::kTransB ? Shape::kBChunkBytes : 0);
   ptx::wgmma_pin(acc);
   ptx::wgmma_pin(fragments);
   ptx::wgmma_fence();
@@ -89,15 +93,14 @@ __global__ void __launch_bounds__(kThreads)
     const int add = kk != 0 || accumulate;
     // Depth as columns: 32 bytes per step of 16, then the next chunk. Depth as rows: 16 rows.
     const uint32_t a_step = kk / 4 * kRows * kRowBytes + kk % 4 * 32;
-    const uint32_t b_step = kk / 4 * Shape::kBChunkBytes + kk % 4 * 32;
-    if constexpr (kProduct == Product::kSharedABt) {
-      ptx::wgmma_ss<Element>(acc, ptx::wgmma_advance(desc_a, a_step),
-                             ptx::wgmma_advance(desc_b, b_step), add);
-    } else if constexpr (kProduct == Product::kRegistersABt) {
-      ptx::wgmma_rs<Element, 0>(acc, fragments[kk], ptx::wgmma_advance(desc_b, b_step), add);
+    const uint32_t b_step =
+        Shape::kTransB ? kk * 16 * kRowBytes : kk / 4 * Shape::kBChunkBytes + kk % 4 * 32;
+    if constexpr (Shape::kSharedA) {
+      ptx::wgmma_ss<Element, Shape::kTransB>(acc, ptx::wgmma_advance(desc_a, a_step),
+                                             ptx::wgmma_advance(desc_b, b_step), add);
     } else {
-      ptx::wgmma_rs<Element, 1>(acc, fragments[kk], ptx::wgmma_advance(desc_b, kk * 16 * kRowBytes),
-                                add);
+      ptx::wgmma_rs<Element, Shape::kTransB>(acc, fragments[kk], ptx::wgmma_advance(desc_b, b_step),
+                                             add);
     }
   }
   ptx::wgmma_commit();
@@ -121,7 +124,7 @@ void test_product(const char* what) {
   for (int row = 0; row < kRows; ++row)
     for (int col = 0; col < kN; ++col)
       for (int k = 0; k < kDepth; ++k) {
-        const int b_index = kProduct == Product::kRegistersAB ? k * kN + col : col * kDepth + k;
+        const int b_index = Shape::kTransB ? k * kN + col : col * kDepth + k;
         product[row * kN + col] += a_values[row * kDepth + k] * b_values[b_index];
       }
   const DeviceBuffer<Element> gA(a), gB(b);
@@ -154,6 +157,13 @@ void test_ab() {
   test_product<Element, Product::kRegistersAB, kN, 128>("a depth of 128");
 }
 
+// dQ = dS K with blocks of 64 and 128 keys.
+template <typename Element, int kN>
+void test_shared_ab() {
+  test_product<Element, Product::kSharedAB, kN, 64>("a depth of 64");
+  test_product<Element, Product::kSharedAB, kN, 128>("a depth of 128");
+}
+
 using BFloat16 = __nv_bfloat16;
 using Float16 = __half;
 constexpr Product kShared = Product::kSharedABt, kRegisters = Product::kRegistersABt;
@@ -172,6 +182,29 @@ const HopperTest ss_fp16_112("ptx.wgmma_ss.float16.112", test_abt<Float16, kShar
 const HopperTest ss_fp16_128("ptx.wgmma_ss.float16.128", test_abt<Float16, kShared, 128>);
 const HopperTest ss_fp16_192("ptx.wgmma_ss.float16.192", test_abt<Float16, kShared, 192>);
 const HopperTest ss_fp16_256("ptx.wgmma_ss.float16.256", test_abt<Float16, kShared, 256>);
+
+const HopperTest ss_trans_bf16_64("ptx.wgmma_ss.trans_b.bfloat16.64", test_shared_ab<BFloat16, 64>);
+const HopperTest ss_trans_bf16_80("ptx.wgmma_ss.trans_b.bfloat16.80", test_shared_ab<BFloat16, 80>);
+const HopperTest ss_trans_bf16_96("ptx.wgmma_ss.trans_b.bfloat16.96", test_shared_ab<BFloat16, 96>);
+const HopperTest ss_trans_bf16_112("ptx.wgmma_ss.trans_b.bfloat16.112",
+                                   test_shared_ab<BFloat16, 112>);
+const HopperTest ss_trans_bf16_128("ptx.wgmma_ss.trans_b.bfloat16.128",
+                                   test_shared_ab<BFloat16, 128>);
+const HopperTest ss_trans_bf16_192("ptx.wgmma_ss.trans_b.bfloat16.192",
+                                   test_shared_ab<BFloat16, 192>);
+const HopperTest ss_trans_bf16_256("ptx.wgmma_ss.trans_b.bfloat16.256",
+                                   test_shared_ab<BFloat16, 256>);
+const HopperTest ss_trans_fp16_64("ptx.wgmma_ss.trans_b.float16.64", test_shared_ab<Float16, 64>);
+const HopperTest ss_trans_fp16_80("ptx.wgmma_ss.trans_b.float16.80", test_shared_ab<Float16, 80>);
+const HopperTest ss_trans_fp16_96("ptx.wgmma_ss.trans_b.float16.96", test_shared_ab<Float16, 96>);
+const HopperTest ss_trans_fp16_112("ptx.wgmma_ss.trans_b.float16.112",
+                                   test_shared_ab<Float16, 112>);
+const HopperTest ss_trans_fp16_128("ptx.wgmma_ss.trans_b.float16.128",
+                                   test_shared_ab<Float16, 128>);
+const HopperTest ss_trans_fp16_192("ptx.wgmma_ss.trans_b.float16.192",
+                                   test_shared_ab<Float16, 192>);
+const HopperTest ss_trans_fp16_256("ptx.wgmma_ss.trans_b.float16.256",
+                                   test_shared_ab<Float16, 256>);
 
 const HopperTest rs_bf16_64("ptx.wgmma_rs.bfloat16.64", test_abt<BFloat16, kRegisters, 64>);
 const HopperTest rs_bf16_80("ptx.wgmma_rs.bfloat16.80", test_abt<BFloat16, kRegisters, 80>);
