@@ -82,11 +82,11 @@ inline TileOrder make_query_tile_order(const FwdParams& p, int32_t block_m) {
 
 // The order of a launch over key blocks, each of all query heads that share it. A causal problem
 // has the most queries at the first keys: ascending is longest first.
-inline TileOrder make_key_tile_order(const FwdParams& p, int32_t block_n, bool descending) {
+inline TileOrder make_key_tile_order(const FwdParams& p, int32_t block_n) {
   const int32_t group = p.num_heads_q / p.num_heads_k;
   const int64_t q_bytes = 2LL * group * p.seqlen_q * (p.head_dim + p.head_dim_v);
   return make_tile_order((p.seqlen_k + block_n - 1) / block_n, p.batch * p.num_heads_k, 1, q_bytes,
-                         descending);
+                         false);
 }
 
 }  // namespace flashattn_ext

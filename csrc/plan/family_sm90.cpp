@@ -260,7 +260,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
     list.push_back({.name = "flash_bwd_delta_kernel"});
     list.push_back(report("flash_bwd_fused_sm90_kernel", tile, fused_blocks(problem, tile),
                           tile.block_m, tile.block_n(), tile.stages));
-    list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
+    if (plan.turn_bytes == 0) list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
   } else {
     const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;
     const sm90::BwdDkvTile& dkv = *plan.sm90_bwd_dkv_tile;

@@ -14,7 +14,7 @@ namespace flashattn_ext::sm80 {
 
 template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
-  const TileOrder order = make_key_tile_order(params, Config::kBlockN, false);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
   return launch_tiles<Config>(flash_bwd_dkv_sm80_kernel<Config>, params, order, stream);
 }
 

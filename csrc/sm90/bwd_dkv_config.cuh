@@ -103,6 +103,7 @@ struct BwdDkvWork {
   SeqlenSide side_q, side_k;
   BlockRange blocks;
   int32_t first_block;  // the walk over a head's blocks begins there and goes round
+  bool downwards;       // from block to block
   BlockRange rows;      // of Q and dO, that may be multiplied as they are
 
   __device__ __forceinline__ BwdDkvWork(const BwdParams& params, const TileOrder::Tile& tile,
@@ -116,6 +117,7 @@ struct BwdDkvWork {
         blocks(
             uniform(Band(params, side_q.length, side_k.length).query_blocks(n0, block_n, block_m))),
         first_block(blocks.begin),
+        downwards(false),
         rows(Band(params, side_q.length, side_k.length).seeing_rows()) {
     // Past the end of a dense tensor the copy engine reads zeros itself.
     const bool packed = params.cu_seqlens_q != nullptr || params.seqused_q != nullptr;
@@ -128,6 +130,10 @@ struct BwdDkvWork {
     return m0 < rows.begin || m0 + block_m > rows.end;
   }
 
+  __device__ __forceinline__ void go_down() {
+    first_block = blocks.end - 1;
+    downwards = true;
+  }
   // The walk of this CTA, the rank-th of `count`, begins as far into the blocks.
   __device__ __forceinline__ void spread(int rank, int count) {
     const int64_t num_blocks = max(blocks.end - blocks.begin, 0);
@@ -138,6 +144,7 @@ struct BwdDkvWork {
     return max(blocks.end - blocks.begin, 0) * group_size;
   }
   __device__ __forceinline__ int block_after(int block) const {
+    if (downwards) return block == blocks.begin ? blocks.end - 1 : block - 1;
     return block + 1 == blocks.end ? blocks.begin : block + 1;
   }
 

@@ -27,10 +27,8 @@ struct BwdDqBuffer {
         block_floats(block_m * bucket) {}
 
   int64_t bytes(int64_t num_heads_q) const { return 4 * num_heads_q * blocks * block_floats; }
-  // A counter for each warp that adds to a block.
-  int64_t turn_bytes(int64_t num_heads_q) const {
-    return 4 * num_heads_q * blocks * (4 * block_floats / kPieceFloats);
-  }
+  // A counter for each block.
+  int64_t turn_bytes(int64_t num_heads_q) const { return 4 * num_heads_q * blocks; }
 
   // The first block of a sequence, among those of a head.
   FLASHATTN_EXT_HOST_DEVICE static int64_t first_block(bool varlen, int32_t batch_idx,

@@ -1,19 +1,28 @@
 // Hopper fused backward kernel: the dK/dV kernel (bwd_dkv_kernel.cuh) whose CTAs also add what their
 // keys give of dQ to a buffer in fp32. S and dP are computed once: five products instead of the
-// seven of two kernels. bwd_dq_convert.cuh makes dQ of the buffer.
+// seven of two kernels.
 //
 // Grid:   one-dimensional, in the order of attention/tile_order.h. Without a mask each CTA of a head
-//         starts at another query block, so that they add to different places of the buffer; with
-//         kInOrder they add to each place one after the other, from the last key block to the first.
+//         starts at another query block, so that they add to different places of the buffer, which
+//         was zero, and bwd_dq_convert.cuh makes dQ of it. With kInOrder they come to each query
+//         block one after the other, from the first key block to the last: the first stores, others
+//         add, and the last makes dQ of the sum. CTAs are launched in that order, so none waits for
+//         one that has not begun; and they go from the last query block to the first, so that those
+//         of a causal problem, too, meet where they begin.
 // Roles:  those of the dK/dV kernel with 64 keys to a consumer. The two consumers take turns: one
-//         queues its products of a step while the other forms P and dS.
-// Shared: that of the dK/dV kernel, and three stages of dS, rows being queries: dQ needs the keys of
+//         queues its products of a step while the other forms P and dS. With kInOrder, threads 64
+//         and 96 wait for other CTAs and tell them.
+// Shared: that of the dK/dV kernel, a block of the buffer, and three stages of dS, rows being queries: dQ needs the keys of
 //         both consumers. Consumer w computes the w-th piece of 64 x 64 of a step's dQ, and does it
 //         a step later, when both halves of dS have been there for a while.
 // Barriers beside those of the dK/dV kernel:
 //         mbarrier ds_full[s]  8          both consumers' warps have written dS of stage s. To have
 //                                         waited for dS of a step says as well that both are done
 //                                         with dQ of two steps before, whose stage is next
+//         turn[s]              1 [+ bytes]  kInOrder: the key blocks before this one have been at
+//                                         the query block, whose dQ is this CTA's to add to; for the
+//                                         last, what they have added is in shared memory
+//         added[s]             8          kInOrder: both consumers' warps have added their parts
 //         named 1              consumers  rows behind a packed sequence's end are zero in K and V;
 //                                         both are done with K, whose rows dV takes
 //         named 2 + w          consumers  consumer w's turn: the other has queued its products
@@ -32,8 +41,11 @@ struct BwdFusedConfig : BwdKeyBlockConfig<Element, kBwdFusedTiles, kRow> {
   using Base = BwdKeyBlockConfig<Element, kBwdFusedTiles, kRow>;
   static constexpr bool kRoles = false, kInOrder = kInOrder_;
   static constexpr int kDsStages = Base::kTile.ds_stages;
+  static constexpr int kTurnStages = Base::kTile.turn_stages;
   static constexpr uint32_t kDsChunkBytes = chunk_bytes(Base::kBlockM);
   static constexpr uint32_t kDsBytes = Base::kKeyGroups * kDsChunkBytes;
+  static constexpr uint32_t kOffsetSum = Base::kOffsetScores + kDsStages * kDsBytes;
+  static constexpr uint32_t kSumBytes = 4 * Base::kBlockM * Base::kHeadDim;
   static_assert(Base::kBlockM * Base::kHeadDim == Base::kConsumers * BwdDqBuffer::kPieceFloats);
 };
 
@@ -42,10 +54,20 @@ struct BwdFusedBarriers : BwdDkvBarriers<Config> {
   __device__ __forceinline__ uint32_t ds_full(int stage) const {
     return this->base + 8 * (2 + 5 * Config::kStages + stage);
   }
+  __device__ __forceinline__ uint32_t turn(int stage) const {
+    return ds_full(Config::kDsStages + stage);
+  }
+  __device__ __forceinline__ uint32_t added(int stage) const {
+    return turn(Config::kTurnStages + stage);
+  }
   // One thread; the CTA meets afterwards.
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < Config::kDsStages; ++s) {
       ptx::mbarrier_init(ds_full(s), 4 * Config::kConsumers);
+    }
+    for (int s = 0; s < Config::kTurnStages; ++s) {
+      ptx::mbarrier_init(turn(s), 1);
+      ptx::mbarrier_init(added(s), 4 * Config::kConsumers);
     }
     BwdDkvBarriers<Config>::init();
   }
@@ -55,7 +77,73 @@ struct BwdFusedBarriers : BwdDkvBarriers<Config> {
 struct BwdFusedDq {
   float* data;
   BwdDqBuffer buffer;
-  uint32_t* turns;  // kInOrder: warps that have added to a warp's part of a block, from 0 on
+  uint32_t* turns;  // kInOrder: of each block, CTAs that have been at it; 0 at the launch
+
+  // The first block of the CTA's sequence and a query head, among those of the buffer.
+  __device__ __forceinline__ int64_t first_block(const BwdParams& params, const BwdDkvWork& work,
+                                                 int head, int block_m) const {
+    return head * buffer.blocks +
+           buffer.first_block(params.cu_seqlens_q != nullptr, work.batch_idx, work.side_q.start,
+                              params.seqlen_q, block_m);
+  }
+};
+
+// kInOrder: when the CTA may add to a query block's dQ, and that it has. A thread each.
+template <typename Config>
+class BwdFusedTurns {
+  static constexpr int kBlockM = Config::kBlockM;
+
+ public:
+  __device__ __forceinline__ BwdFusedTurns(const BwdParams& params, const BwdDkvWork& work,
+                                           const BwdFusedDq& dq, uint32_t smem)
+      : params(params),
+        work(work),
+        dq(dq),
+        barriers{smem + Config::kOffsetBarriers},
+        sum(smem + Config::kOffsetSum),
+        band(params, work.side_q.length, work.side_k.length) {}
+
+  __device__ __forceinline__ void await() {
+    const int n_block = work.n0 / Config::kBlockN;
+    work.for_each_step(kBlockM, [&](int m0, int head) {
+      const int64_t place = place_of(m0, head);
+      const BlockRange keys = band.key_blocks(m0, kBlockM, Config::kBlockN);
+      const uint32_t turn = barriers.turn(ring.stage());
+      ptx::wait_for_count(dq.turns + place, n_block - keys.begin);
+      // The parts of the step before have been added, and shared memory is free for another sum. A
+      // fresh barrier lets pass.
+      ptx::mbarrier_wait(barriers.added(ring.before().stage()), ring.before().phase());
+      if (n_block > keys.begin && n_block == keys.end - 1) {
+        ptx::fence_proxy_async_global();  // others' additions before the copy engine's reading
+        ptx::mbarrier_arrive_expect_tx(turn, Config::kSumBytes);
+        ptx::bulk_load(sum, dq.data + place * dq.buffer.block_floats, Config::kSumBytes, turn);
+      } else {
+        ptx::mbarrier_arrive(turn);
+      }
+      ring.advance();
+    });
+  }
+
+  __device__ __forceinline__ void pass_on() {
+    work.for_each_step(kBlockM, [&](int m0, int head) {
+      ptx::mbarrier_wait(barriers.added(ring.stage()), ring.phase());
+      ptx::red_release_add(dq.turns + place_of(m0, head), 1);
+      ring.advance();
+    });
+  }
+
+ private:
+  __device__ __forceinline__ int64_t place_of(int m0, int head) const {
+    return dq.first_block(params, work, head, kBlockM) + m0 / kBlockM;
+  }
+
+  const BwdParams& params;
+  const BwdDkvWork& work;
+  const BwdFusedDq& dq;
+  const BwdFusedBarriers<Config> barriers;
+  const uint32_t sum;
+  const Band band;
+  RingState<Config::kTurnStages> ring;
 };
 
 template <typename Config>
@@ -105,9 +193,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
 
  private:
   __device__ __forceinline__ void walk() {
-    place_in_head = dq.buffer.first_block(this->params.cu_seqlens_q != nullptr, work.batch_idx,
-                                          work.side_q.start, this->params.seqlen_q, kBlockM);
-    place_in_head += work.kv_head_idx * static_cast<int64_t>(work.group_size) * dq.buffer.blocks;
+    head = work.kv_head_idx * work.group_size;
     left_in_head = work.blocks.end - work.blocks.begin;
     // Steps without a mask have a loop of their own: the registers of masks are not theirs.
     while (remaining > 0) {
@@ -122,11 +208,12 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     float acc_dq[8][4];
     ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
     start_dq(acc_dq);
+    await_turn();
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_dq);
-    await_order();
-    add_dq<0, 8>(acc_dq);
-    settle_order();
+    put_dq<0>(acc_dq);
+    put_dq<4>(acc_dq);
+    pass_turn();
   }
 
   __device__ __forceinline__ bool is_open() const {
@@ -161,8 +248,8 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::wgmma_wait<2>();
     ptx::wgmma_pin(acc_dq);
     if (gDq != nullptr) {
-      await_order();
-      add_dq<0, 4>(acc_dq);
+      await_turn();
+      put_dq<0>(acc_dq);
     }
     if (more) await_q();
     ptx::wgmma_wait<1>();
@@ -171,7 +258,10 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     release(barriers.do_empty(stage));
     // Behind the last step of whatever lies there, and nobody reads it; dP, too.
     start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
-    if (gDq != nullptr) add_dq<4, 8>(acc_dq);
+    if (gDq != nullptr) {
+      put_dq<4>(acc_dq);
+      pass_turn();
+    }
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(acc_dk[0]);
     ptx::wgmma_pin(ds);
@@ -180,13 +270,12 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
     give_turn();
 
-    settle_order();
     set_place();
     ds_ring.advance();
     block = work.block_after(block);
     if (--left_in_head == 0) {
       left_in_head = work.blocks.end - work.blocks.begin;
-      place_in_head += dq.buffer.blocks;
+      ++head;
     }
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(acc_s[0]);
@@ -228,31 +317,85 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
 
   // This thread's part of the step's piece becomes the place to add to, a step later.
   __device__ __forceinline__ void set_place() {
-    const int64_t place = place_in_head + block;
+    const int64_t place = dq.first_block(this->params, work, head, kBlockM) + block;
     gDq = dq.data + place * dq.buffer.block_floats + consumer * BwdDqBuffer::kPieceFloats +
           4 * (threadIdx.x % 128);
     if constexpr (Config::kInOrder) {
-      gTurn = dq.turns + place * (4 * Config::kConsumers) + 4 * consumer + this->warp_in_group();
-      rank = band.key_blocks(block * kBlockM, kBlockM, Config::kBlockN).end - 1 -
-             work.n0 / Config::kBlockN;
+      const BlockRange keys = band.key_blocks(block * kBlockM, kBlockM, Config::kBlockN);
+      const int n_block = work.n0 / Config::kBlockN;
+      is_first = n_block == keys.begin;
+      is_last = n_block == keys.end - 1;
+      put_block = block;
+      put_head = head;
     }
   }
 
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void add_dq(const float (&acc)[8][4]) const {
+  // Half of the piece: groups of columns from kFirst on.
+  template <int kFirst>
+  __device__ __forceinline__ void put_dq(float (&acc)[8][4]) const {
+    if (Config::kInOrder && is_last) {
+      finish_dq<kFirst>(acc);
+    } else {
 #pragma unroll
-    for (int j = kFirst; j < kEnd; ++j) ptx::red_add_v4(gDq + 512 * j, acc[j]);
+      for (int j = kFirst; j < kFirst + 4; ++j) {
+        if (Config::kInOrder && is_first) {
+          *group(j) = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+        } else {
+          ptx::red_add_v4(gDq + 512 * j, acc[j]);
+        }
+      }
+    }
   }
 
-  // kInOrder: the CTAs of key blocks behind this one have added to this warp's part.
-  __device__ __forceinline__ void await_order() const {
-    if constexpr (Config::kInOrder) ptx::wait_for_count(gTurn, rank);
+  // The sum is complete with these columns: to rows of 16 bits.
+  template <int kFirst>
+  __device__ __forceinline__ void finish_dq(float (&acc)[8][4]) const {
+    if (!is_first) {
+      const uint32_t sum = smem + Config::kOffsetSum + 4 * consumer * BwdDqBuffer::kPieceFloats +
+                           16 * (threadIdx.x % 128);
+#pragma unroll
+      for (int j = kFirst; j < kFirst + 4; ++j) {
+        const float4 x = ptx::ld_shared_v4(sum + 2048 * j);
+        acc[j][0] += x.x, acc[j][1] += x.y, acc[j][2] += x.z, acc[j][3] += x.w;
+      }
+    }
+    const BwdParams& params = this->params;
+    const int lane = this->lane();
+    const int col = 64 * (consumer % Config::kChunks) + 8 * (kFirst + lane % 4);
+    const float scale = transform.softmax_scale;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float(&pair)[4] = acc[kFirst + j];
+        x[j] = ptx::pack_x2<Element>(scale * pair[2 * half], scale * pair[2 * half + 1]);
+      }
+      tile::transpose_quad(x, lane);
+      const int row = put_block * kBlockM + 64 * (consumer / Config::kChunks) +
+                      16 * this->warp_in_group() + tile::acc_row(lane, 2 * half);
+      if (row < work.side_q.length && col < params.head_dim) {
+        Element* to = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, work.batch_idx,
+                               work.side_q.start + row, put_head);
+        *reinterpret_cast<uint4*>(to + col) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
   }
-  // And this one has.
-  __device__ __forceinline__ void settle_order() const {
+
+  // This thread's four elements of a group of columns.
+  __device__ __forceinline__ float4* group(int j) const {
+    return reinterpret_cast<float4*>(gDq + 512 * j);
+  }
+
+  __device__ __forceinline__ void await_turn() const {
     if constexpr (Config::kInOrder) {
-      __syncwarp();  // every lane has added
-      if (gTurn != nullptr && this->lane() == 0) ptx::red_release_add(gTurn, 1);
+      ptx::mbarrier_wait(barriers.turn(turn_ring.stage()), turn_ring.phase());
+    }
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Config::kInOrder) {
+      this->signal(barriers.added(turn_ring.stage()));
+      turn_ring.advance();
     }
   }
 
@@ -277,10 +420,12 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   int block;              // of its query head
   int remaining;          // steps, this one included
   int left_in_head;       // the same of this query head
-  int64_t place_in_head;  // of the sequence's first block, among the buffer's blocks
+  int head;               // of the queries
   float* gDq = nullptr;   // this thread's place of the step before
-  uint32_t* gTurn = nullptr;
-  int rank = 0;
+  // kInOrder, of the step before: this is the first or the last CTA at its query block.
+  bool is_first = false, is_last = false;
+  int put_block = 0, put_head = 0;
+  RingState<Config::kTurnStages> turn_ring;
 
   Scores acc_s;  // S^T, then P^T
   float acc_dp[kMTiles][4];
@@ -299,7 +444,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   BwdDkvWork work(params, tile, Config::kBlockM, Config::kBlockN);
   if (work.n0 >= work.side_k.length) return;
   const bool masked = params.window_left < kUnlimited || params.window_right < kUnlimited;
-  if (!Config::kInOrder && !masked) work.spread(tile.block, order.num_blocks);
+  if (Config::kInOrder) {
+    work.go_down();
+  } else if (!masked) {
+    work.spread(tile.block, order.num_blocks);
+  }
 
   extern __shared__ __align__(1024) unsigned char dynamic_smem[];
   const uint32_t smem = ptx::smem_address(dynamic_smem);
@@ -314,6 +463,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (work.num_steps() > 0) {
       if (threadIdx.x == 0) producer.load();
       if (threadIdx.x / 32 == 1) producer.read_statistics();
+      if constexpr (Config::kInOrder) {
+        BwdFusedTurns<Config> turns(params, work, dq, smem);
+        if (threadIdx.x == 64) turns.await();
+        if (threadIdx.x == 96) turns.pass_on();
+      }
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegs>();

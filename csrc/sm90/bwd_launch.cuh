@@ -57,17 +57,14 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
   const auto clear = [&](void* data, int64_t bytes) {
     return cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream);
   };
-  cudaError_t error = clear(workspace.dq, buffer.bytes(params.num_heads_q));
+  cudaError_t error = Config::kInOrder
+                          ? clear(workspace.turns, buffer.turn_bytes(params.num_heads_q))
+                          : clear(workspace.dq, buffer.bytes(params.num_heads_q));
   if (error != cudaSuccess) return error;
-  if constexpr (Config::kInOrder) {
-    error = clear(workspace.turns, buffer.turn_bytes(params.num_heads_q));
-    if (error != cudaSuccess) return error;
-  }
-  // In order: from the last key block on, so that none waits for one that has not begun.
-  const TileOrder order = make_key_tile_order(params, Config::kBlockN, Config::kInOrder);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
   error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params, order, Config::kBlockM,
                              64, stream, BwdFusedDq{workspace.dq, buffer, workspace.turns});
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess || Config::kInOrder) return error;
   const int32_t num_blocks = ceil_div(params.seqlen_q, Config::kBlockM);
   const int64_t grid = static_cast<int64_t>(num_blocks) * params.batch * params.num_heads_q;
   if (grid == 0) return cudaSuccess;
@@ -79,7 +76,7 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
 
 template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
-  const TileOrder order = make_key_tile_order(params, Config::kBlockN, false);
+  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
   return launch_bwd<Config>(flash_bwd_dkv_sm90_kernel<Config>, params, order, Config::kBlockM, 64,
                             stream);
 }

@@ -118,12 +118,14 @@ struct BwdFusedTile {
   int32_t least_keys, least_keys_masked;
 
   static constexpr int32_t consumers = 2;
-  static constexpr int32_t ds_stages = 3;
+  static constexpr int32_t ds_stages = 3, turn_stages = 2;
   constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
-  constexpr int32_t num_barriers() const { return 2 + 5 * stages + ds_stages; }
-  constexpr int32_t scores_bytes() const { return ds_stages * 2 * block_m * block_n(); }  // dS
+  constexpr int32_t num_barriers() const { return 2 + 5 * stages + ds_stages + 2 * turn_stages; }
+  constexpr int32_t scores_bytes() const {  // dS, and a block of dQ in fp32
+    return ds_stages * 2 * block_m * block_n() + 4 * block_m * bucket;
+  }
   constexpr int32_t smem_bytes() const {
     return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
            2 * 4 * stages * block_m + 8 * num_barriers();

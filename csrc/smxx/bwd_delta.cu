@@ -56,9 +56,17 @@ __global__ void __launch_bounds__(kNumThreads)
     for (int offset = lanes_per_row / 2; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     }
-    if (valid && lane_in_row == 0) {
-      const float lse = params.lse[stats_offset + row];
-      const bool empty = lse == -INFINITY;
+    if (!valid) continue;
+    const float lse = params.lse[stats_offset + row];
+    const bool empty = lse == -INFINITY;
+    if (empty) {  // no CTA of the fused Hopper kernel may come to this row
+      Element* dq = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, batch_idx,
+                             side.start + row, head_idx);
+      for (int col = 8 * lane_in_row; col < params.head_dim; col += 8 * lanes_per_row) {
+        Vector8<Element>().store(dq + col);
+      }
+    }
+    if (lane_in_row == 0) {
       if (params.dlse != nullptr && !empty) {
         sum -= params.dlse[dlse_offset + row * params.dlse_row_stride];
       }

@@ -54,6 +54,23 @@ __device__ __forceinline__ void pack_a_fragment(uint32_t (&a)[4], const float (&
   a[3] = ptx::pack_x2<Element>(acc[2 * kk + 1][2], acc[2 * kk + 1][3]);
 }
 
+// Four lanes that share rows exchange words: x[j] of lane t becomes x[t] of lane j. Of packed
+// accumulator tiles j = 0 ... 3, whose rows are spread over the four lanes, lane t then has the
+// eight columns of tile t.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? x[j] : x[j + 1], 1);
+    (odd ? x[j] : x[j + 1]) = other;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? x[j] : x[j + 2], 2);
+    (high ? x[j] : x[j + 2]) = other;
+  }
+}
+
 // acc = f(acc), element by element.
 template <int kMTiles, int kNTiles, typename Function>
 __device__ __forceinline__ void transform(float (&acc)[kMTiles][kNTiles][4], const Function& f) {
