@@ -75,9 +75,9 @@ def flash_attn_func(
             The last 1024 keys and the query's own: (1024, 0).
         softcap: 0 is off.
         alibi_slopes: float32 (heads_q) or (batch, heads_q).
-        deterministic: gradients equal to the bit over runs. They always are here, so that
-            `torch.use_deterministic_algorithms(True)` needs nothing either; the argument is there
-            for callers of other libraries.
+        deterministic: gradients equal to the bit over runs; also asked for by
+            `torch.use_deterministic_algorithms(True)`. Without it dq alone may differ in its last
+            bit, and only in long problems on Hopper; see docs/accuracy.md, "Repeatability".
         return_attn_probs: return (out, lse, keep mask of the dropout or None) as flash-attn does.
         bias: float32 or q's dtype, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
         mask: bool, broadcastable likewise; True = may attend. May be given beside bias.
@@ -87,8 +87,8 @@ def flash_attn_func(
             False skips a tile of 128 queries and 128 keys.
         return_lse: return (out, lse).
         rng_state: uint64 (2), (seed, offset) of the dropout; None draws from torch's generator.
-        plan: name of the kernel family to use or fail ("sm90", "sm80", "spec"); None chooses
-            (`explain`). The backward of a family that has none is chosen.
+        plan: name of the kernel family to use or fail ("sm90_fused", "sm90", "sm80", "spec");
+            None chooses (`explain`).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype, contiguous.

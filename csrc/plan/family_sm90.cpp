@@ -57,6 +57,18 @@ constexpr bool is_sound(const Tile (&table)[kRows]) {
 static_assert(is_sound(sm90::kBwdDqTiles));
 static_assert(is_sound(sm90::kBwdDkvTiles));
 
+// Every row that does not add in order has one behind it that does.
+constexpr bool is_sound(const sm90::BwdFusedTile* tile, const sm90::BwdFusedTile* end) {
+  for (; tile != end; tile += 2) {
+    if (tile[0].in_order || !tile[1].in_order || tile[0].bucket != tile[1].bucket) return false;
+    for (const sm90::BwdFusedTile& each : {tile[0], tile[1]}) {
+      if (each.smem_bytes() + kSmemReserved > kSmemHopper) return false;
+    }
+  }
+  return true;
+}
+static_assert(is_sound(std::begin(sm90::kBwdFusedTiles), std::end(sm90::kBwdFusedTiles)));
+
 // A tensor map steps through memory: a dimension may not repeat in place, and its strides are
 // bounded. Copies are contiguous and always fine.
 Reason reject_layout(const char* name, const Layout& layout, int64_t batch, int64_t rows,
@@ -128,11 +140,22 @@ Reason choose_split_bwd(const Problem& problem, Plan& plan) {
        grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 
-// The row of kBwdFusedTiles for these head dims; nullptr: none.
-const sm90::BwdFusedTile* pick_fused_tile(const Problem& problem) {
+// Sums of dQ in a fixed order: where gradients are to be equal over runs, and where that is faster.
+// Asked by name, the family uses the latter freedom only with determinism.
+bool in_order(const Problem& problem, const Window& window, bool by_name,
+              const sm90::BwdFusedTile& unordered) {
+  if (problem.deterministic || by_name) return problem.deterministic;
+  const int64_t least = is_masked(window) ? unordered.least_keys_masked : unordered.least_keys;
+  return problem.rather_deterministic || keys_of_a_query(problem, window) < least;
+}
+
+// The row of kBwdFusedTiles; nullptr: none has these head dims.
+const sm90::BwdFusedTile* pick_fused_tile(const Problem& problem, const Window& window,
+                                          bool by_name) {
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   for (const sm90::BwdFusedTile& tile : sm90::kBwdFusedTiles) {
-    if (tile.least_head_dim <= head_dim && head_dim <= tile.bucket) return &tile;
+    const bool holds = tile.least_head_dim <= head_dim && head_dim <= tile.bucket;
+    if (holds && (tile.in_order || !in_order(problem, window, by_name, tile))) return &tile;
   }
   return nullptr;
 }
@@ -146,44 +169,28 @@ int64_t convert_blocks(const Problem& problem, const sm90::BwdFusedTile& tile) {
   return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m);
 }
 
-// What the fused kernel does worse than the family behind it, or not as it is wished.
-Reason prefer_split(const Problem& problem, const sm90::BwdFusedTile& tile, const Plan& plan) {
-  if (problem.deterministic || problem.rather_deterministic) {
-    return {"gradients are to be equal over runs, and its sums of dQ are so only in turns"};
-  }
-  const int64_t least = is_masked(plan.window) ? tile.least_keys_masked : tile.least_keys;
-  if (keys_of_a_query(problem, plan.window) < least) {
-    return {.text = "it is slower than two kernels where a query sees fewer than {a} keys",
-            .a = least};
-  }
-  return {};
-}
-
 Reason choose_fused_bwd(const Problem& problem, bool by_name, Plan& plan) {
   if (!problem.plain_logits) return {"it has no softcap and takes a softmax_scale above 0 alone"};
-  const sm90::BwdFusedTile* tile = pick_fused_tile(problem);
+  const sm90::BwdFusedTile* tile = pick_fused_tile(problem, plan.window, by_name);
   if (tile == nullptr) {
     return {.text = "it is for head dims up to 64 and from 97 to 128, and these are {a} and {b}",
             .a = problem.head_dim,
             .b = problem.head_dim_v};
   }
-  if (!by_name) {
-    if (Reason reason = prefer_split(problem, *tile, plan)) return reason;
-  }
   plan.sm90_bwd_fused_tile = tile;
   const sm90::BwdDqBuffer buffer(problem.varlen, problem.batch, problem.seqlen_q, problem.total_q,
                                  tile->block_m, tile->bucket);
   plan.dq_buffer_bytes = buffer.bytes(problem.num_heads_q);
-  if (problem.deterministic) plan.turn_bytes = buffer.turn_bytes(problem.num_heads_q);
+  if (tile->in_order) plan.turn_bytes = buffer.turn_bytes(problem.num_heads_q);
   plan.workspace_bytes = plan.dq_buffer_bytes + plan.turn_bytes + 2 * row_stats_bytes(problem);
   plan.workspace_formula =
       problem.varlen
           ? "num_heads_q * (8 * total_q + 4 * bucket * Br * (total_q / Br + batch)), and counters"
           : "num_heads_q * batch * (8 * seqlen_q + 4 * bucket * Br * ceil(seqlen_q / Br)), and "
             "counters";
-  return reject_grid(std::max(
-      {fused_blocks(problem, *tile), convert_blocks(problem, *tile),
-       grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
+  return reject_grid(
+      std::max({fused_blocks(problem, *tile), convert_blocks(problem, *tile),
+                grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 
 // What both families ask, and the copies they make.
@@ -260,7 +267,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
     list.push_back({.name = "flash_bwd_delta_kernel"});
     list.push_back(report("flash_bwd_fused_sm90_kernel", tile, fused_blocks(problem, tile),
                           tile.block_m, tile.block_n(), tile.stages));
-    if (plan.turn_bytes == 0) list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
+    if (!tile.in_order) list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
   } else {
     const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;
     const sm90::BwdDkvTile& dkv = *plan.sm90_bwd_dkv_tile;

@@ -22,7 +22,7 @@ Reason choose(const Family& family, const Problem& problem, const DeviceInfo& de
 
 const std::vector<const Family*>& families() {
   static const std::vector<const Family*> list = {&kSm90FusedFamily, &kSm90Family, &kSm80Family,
-                                                   &kSpecFamily};
+                                                  &kSpecFamily};
   return list;
 }
 

@@ -40,8 +40,8 @@ struct Family {
   const char* name;
   const char* summary;
   bool on_cuda;
-  // Objects, or fills in the plan's tiles, copies and workspace. Asked `by_name`, it objects to
-  // what it cannot run alone, and not to what another family does better.
+  // Objects, or fills in the plan's tiles, copies and workspace. `by_name`: the caller named this
+  // family, which then objects only to what it cannot run.
   Reason (*choose)(const Problem& problem, const DeviceInfo& device, bool by_name, Plan& plan);
   // The kernels of a plan that `choose` filled in, in launch order.
   std::vector<KernelReport> (*kernels)(const Problem& problem, const Plan& plan);

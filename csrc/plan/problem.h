@@ -59,7 +59,7 @@ struct Problem {
   uint32_t options = 0;      // Option bits
   bool plain_logits = true;  // no softcap, and a softmax_scale above 0
   // Gradients equal to the bit over runs: asked for by the call or by torch's switch; or wished for
-  // by that switch with warn_only, where plans named by the caller may do without.
+  // by that switch with warn_only, which a plan named by the caller need not heed.
   bool deterministic = false;
   bool rather_deterministic = false;
 };

@@ -13,13 +13,14 @@ __device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4]) {
                : "memory");
 }
 
-// *dst += x; who sees the sum in wait_for_count sees everything this thread did, or knew of, before.
+// *dst += x; who sees the sum in wait_for_count sees everything this thread did, or knew of,
+// before.
 __device__ __forceinline__ void red_release_add(uint32_t* dst, uint32_t x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(dst), "r"(x) : "memory");
 }
 
-// Waits until *count is at least `wanted`. The loop is in the assembly so that the compiler does not
-// take it for a place where lanes part.
+// Waits until *count is at least `wanted`. The loop is in the assembly so that the compiler does
+// not take it for a place where lanes part.
 __device__ __forceinline__ void wait_for_count(const uint32_t* count, uint32_t wanted) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .u32 x;\n"

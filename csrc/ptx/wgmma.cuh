@@ -132,16 +132,17 @@ template <typename Element, int kTransB, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&acc)[kTiles][4], const uint32_t (&a)[4],
                                          uint64_t desc_b, int accumulate);
 
-#define FLASHATTN_EXT_WGMMA_ONE(ELEMENT, TYPE, TRANS_B, N, TILES, REGS, R0, R1, R2, R3, R4, R5, ...) \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_ss<ELEMENT, TRANS_B, TILES>(                               \
-      float(&acc)[TILES][4], uint64_t desc_a, uint64_t desc_b, int accumulate) {                   \
-    FLASHATTN_EXT_WGMMA_SS(N, TYPE, TRANS_B, REGS, R0, R1, R2, __VA_ARGS__);                       \
-  }                                                                                                \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_rs<ELEMENT, TRANS_B, TILES>(                               \
-      float(&acc)[TILES][4], const uint32_t(&a)[4], uint64_t desc_b, int accumulate) {             \
-    FLASHATTN_EXT_WGMMA_RS(N, TYPE, TRANS_B, REGS, R0, R1, R2, R3, R4, R5, __VA_ARGS__);           \
+#define FLASHATTN_EXT_WGMMA_ONE(ELEMENT, TYPE, TRANS_B, N, TILES, REGS, R0, R1, R2, R3, R4, R5, \
+                                ...)                                                            \
+  template <>                                                                                   \
+  __device__ __forceinline__ void wgmma_ss<ELEMENT, TRANS_B, TILES>(                            \
+      float(&acc)[TILES][4], uint64_t desc_a, uint64_t desc_b, int accumulate) {                \
+    FLASHATTN_EXT_WGMMA_SS(N, TYPE, TRANS_B, REGS, R0, R1, R2, __VA_ARGS__);                    \
+  }                                                                                             \
+  template <>                                                                                   \
+  __device__ __forceinline__ void wgmma_rs<ELEMENT, TRANS_B, TILES>(                            \
+      float(&acc)[TILES][4], const uint32_t(&a)[4], uint64_t desc_b, int accumulate) {          \
+    FLASHATTN_EXT_WGMMA_RS(N, TYPE, TRANS_B, REGS, R0, R1, R2, R3, R4, R5, __VA_ARGS__);        \
   }
 #define FLASHATTN_EXT_WGMMA(...)                                 \
   FLASHATTN_EXT_WGMMA_ONE(__nv_bfloat16, "bf16", 0, __VA_ARGS__) \
@@ -149,22 +150,20 @@ __device__ __forceinline__ void wgmma_rs(float (&acc)[kTiles][4], const uint32_t
   FLASHATTN_EXT_WGMMA_ONE(__half, "f16", 0, __VA_ARGS__)         \
   FLASHATTN_EXT_WGMMA_ONE(__half, "f16", 1, __VA_ARGS__)
 
-FLASHATTN_EXT_WGMMA(64, 8, FLASHATTN_EXT_REGS_32, 32, 33, 34, 35, 36, 37,
-                         FLASHATTN_EXT_ACC8(0))
-FLASHATTN_EXT_WGMMA(80, 10, FLASHATTN_EXT_REGS_40, 40, 41, 42, 43, 44, 45,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC(8), FLASHATTN_EXT_ACC(9))
-FLASHATTN_EXT_WGMMA(96, 12, FLASHATTN_EXT_REGS_48, 48, 49, 50, 51, 52, 53,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8))
-FLASHATTN_EXT_WGMMA(112, 14, FLASHATTN_EXT_REGS_56, 56, 57, 58, 59, 60, 61,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC4(8), FLASHATTN_EXT_ACC(12),
-                         FLASHATTN_EXT_ACC(13))
-FLASHATTN_EXT_WGMMA(128, 16, FLASHATTN_EXT_REGS_64, 64, 65, 66, 67, 68, 69,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8))
-FLASHATTN_EXT_WGMMA(192, 24, FLASHATTN_EXT_REGS_96, 96, 97, 98, 99, 100, 101,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16))
+FLASHATTN_EXT_WGMMA(64, 8, FLASHATTN_EXT_REGS_32, 32, 33, 34, 35, 36, 37, FLASHATTN_EXT_ACC8(0))
+FLASHATTN_EXT_WGMMA(80, 10, FLASHATTN_EXT_REGS_40, 40, 41, 42, 43, 44, 45, FLASHATTN_EXT_ACC8(0),
+                    FLASHATTN_EXT_ACC(8), FLASHATTN_EXT_ACC(9))
+FLASHATTN_EXT_WGMMA(96, 12, FLASHATTN_EXT_REGS_48, 48, 49, 50, 51, 52, 53, FLASHATTN_EXT_ACC8(0),
+                    FLASHATTN_EXT_ACC4(8))
+FLASHATTN_EXT_WGMMA(112, 14, FLASHATTN_EXT_REGS_56, 56, 57, 58, 59, 60, 61, FLASHATTN_EXT_ACC8(0),
+                    FLASHATTN_EXT_ACC4(8), FLASHATTN_EXT_ACC(12), FLASHATTN_EXT_ACC(13))
+FLASHATTN_EXT_WGMMA(128, 16, FLASHATTN_EXT_REGS_64, 64, 65, 66, 67, 68, 69, FLASHATTN_EXT_ACC8(0),
+                    FLASHATTN_EXT_ACC8(8))
+FLASHATTN_EXT_WGMMA(192, 24, FLASHATTN_EXT_REGS_96, 96, 97, 98, 99, 100, 101, FLASHATTN_EXT_ACC8(0),
+                    FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16))
 FLASHATTN_EXT_WGMMA(256, 32, FLASHATTN_EXT_REGS_128, 128, 129, 130, 131, 132, 133,
-                         FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16),
-                         FLASHATTN_EXT_ACC8(24))
+                    FLASHATTN_EXT_ACC8(0), FLASHATTN_EXT_ACC8(8), FLASHATTN_EXT_ACC8(16),
+                    FLASHATTN_EXT_ACC8(24))
 
 #undef FLASHATTN_EXT_WGMMA
 #undef FLASHATTN_EXT_WGMMA_ONE

@@ -1,11 +1,12 @@
 // The buffer in which the fused backward kernel sums dQ: fp32, in the order in which accumulators
-// hold it, so that a lane adds 16 bytes at a time and a warp whole lines. Plain host and device C++.
+// hold it, so that a lane adds 16 bytes at a time and a warp whole lines. Plain host and device
+// C++.
 //
 // A query block of Br rows is Br * bucket / 4096 pieces of 64 x 64: 64 columns for 64 rows, one
-// piece after the other, rows by rows. A piece is eight groups of eight columns; a group is a float4
-// per thread of a warpgroup, what wgmma leaves it of these columns. (query head, block, piece) are
-// contiguous, blocks being those of all sequences: a packed one starts at block
-// start / Br + its index, which leaves room for every sequence's last, partial block.
+// piece after the other, rows by rows. A piece is eight groups of eight columns; a group is a
+// float4 per thread of a warpgroup, what wgmma leaves it of these columns. (query head, block,
+// piece) are contiguous, blocks being those of all sequences: a packed one starts at block start /
+// Br + its index, which leaves room for every sequence's last, partial block.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ namespace flashattn_ext::sm90 {
 struct BwdDqBuffer {
   static constexpr int32_t kPieceFloats = 64 * 64;
 
-  int64_t blocks = 0;       // of a query head
+  int64_t blocks = 0;  // of a query head
   int32_t block_floats = 0;
 
   BwdDqBuffer() = default;

@@ -24,12 +24,11 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   __shared__ __align__(16) unsigned char staging[4 * Config::kConsumers * kWarpRowBytes];
   const int thread_idx = threadIdx.x % 128, piece = threadIdx.x / 128;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t place =
-      head_idx * buffer.blocks + block +
-      buffer.first_block(params.cu_seqlens_q != nullptr, batch_idx, side.start, params.seqlen_q,
-                         kBlockM);
-  const float4* gPiece = reinterpret_cast<const float4*>(
-      data + place * buffer.block_floats + piece * BwdDqBuffer::kPieceFloats);
+  const int64_t place = head_idx * buffer.blocks + block +
+                        buffer.first_block(params.cu_seqlens_q != nullptr, batch_idx, side.start,
+                                           params.seqlen_q, kBlockM);
+  const float4* gPiece = reinterpret_cast<const float4*>(data + place * buffer.block_floats +
+                                                         piece * BwdDqBuffer::kPieceFloats);
   float acc[1][8][4];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -41,10 +40,9 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   using Element = typename Config::Element;
   Element* gDq = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, batch_idx,
                           side.start + row, head_idx);
-  tile::store_rows<Element, 1, 64>(acc, params.softmax_scale,
-                                   ptx::smem_address(staging + warp * kWarpRowBytes), gDq + col,
-                                   params.dq_strides.row, side.length - row,
-                                   params.head_dim - col, lane);
+  tile::store_rows<Element, 1, 64>(
+      acc, params.softmax_scale, ptx::smem_address(staging + warp * kWarpRowBytes), gDq + col,
+      params.dq_strides.row, side.length - row, params.head_dim - col, lane);
 }
 
 }  // namespace flashattn_ext::sm90

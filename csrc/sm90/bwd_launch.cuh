@@ -49,6 +49,10 @@ cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
                             stream);
 }
 
+// In order and with a mask, CTAs of a head that begin together end one after the other: so many
+// heads take the SMs that few of them do.
+constexpr int64_t kLeastHeads = 16;
+
 template <typename Config>
 cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& workspace,
                              cudaStream_t stream) {
@@ -61,7 +65,9 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
                           ? clear(workspace.turns, buffer.turn_bytes(params.num_heads_q))
                           : clear(workspace.dq, buffer.bytes(params.num_heads_q));
   if (error != cudaSuccess) return error;
-  const TileOrder order = make_key_tile_order(params, Config::kBlockN);
+  const bool masked = params.window_left < kUnlimited || params.window_right < kUnlimited;
+  const TileOrder order =
+      make_key_tile_order(params, Config::kBlockN, Config::kInOrder && masked ? kLeastHeads : 1);
   error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params, order, Config::kBlockM,
                              64, stream, BwdFusedDq{workspace.dq, buffer, workspace.turns});
   if (error != cudaSuccess || Config::kInOrder) return error;
@@ -105,16 +111,10 @@ template <int kBucket>
 cudaError_t launch_bwd_fused_bucket(const BwdParams& params, const BwdFusedTile& tile,
                                     const BwdFusedWorkspace& workspace, cudaStream_t stream) {
   return launch_row<kBucket, kBwdFusedTiles>(tile, [&](auto row) {
-    const auto launch = [&](auto element, auto in_order) {
-      using Config = BwdFusedConfig<decltype(element), row.value, in_order.value>;
-      return launch_bwd_fused<Config>(params, workspace, stream);
-    };
-    const auto launch_element = [&](auto in_order) {
-      return params.dtype == Dtype::kBFloat16 ? launch(__nv_bfloat16{}, in_order)
-                                              : launch(__half{}, in_order);
-    };
-    return workspace.turns != nullptr ? launch_element(std::true_type{})
-                                      : launch_element(std::false_type{});
+    return params.dtype == Dtype::kBFloat16
+               ? launch_bwd_fused<BwdFusedConfig<__nv_bfloat16, row.value>>(params, workspace,
+                                                                            stream)
+               : launch_bwd_fused<BwdFusedConfig<__half, row.value>>(params, workspace, stream);
   });
 }
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void start_xyt(float (&acc)[kTiles][4], uint32_t sX, 
 #pragma unroll
   for (int kk = 0; kk < kDepth / 16; ++kk) {
     ptx::wgmma_ss<Element, 0>(acc, ptx::wgmma_advance(desc_x, column_step(kk, x_chunk)),
-                           ptx::wgmma_advance(desc_y, column_step(kk, y_chunk)), kk != 0);
+                              ptx::wgmma_advance(desc_y, column_step(kk, y_chunk)), kk != 0);
   }
   ptx::wgmma_commit();
 }

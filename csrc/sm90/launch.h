@@ -17,7 +17,7 @@ struct FwdSchedule {
 // What the fused backward needs beside BwdParams (bwd_dq_buffer.h); anything may be in it.
 struct BwdFusedWorkspace {
   float* dq;
-  uint32_t* turns;  // nullptr: dQ's sums are in no fixed order
+  uint32_t* turns;  // of a tile that adds in order
 };
 
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSchedule& schedule,

@@ -111,10 +111,11 @@ inline constexpr BwdDkvTile kBwdDkvTiles[] = {
 // keys each, which also adds what its keys give of dQ to a buffer (bwd_dq_buffer.h).
 struct BwdFusedTile {
   int32_t least_head_dim, bucket;  // the larger head dim lies between
-  int32_t block_m;  // Br: query rows
-  int32_t stages;   // Q and dO tiles in flight
-  // From so many keys it is faster than the two kernels above: without a mask, and with a causal
-  // mask or window.
+  int32_t block_m;                 // Br: query rows
+  int32_t stages;                  // Q and dO tiles in flight
+  bool in_order;                   // CTAs add to dQ one after the other
+  // From as many keys of a query on, without a mask and with a causal mask or window, the row is
+  // faster than the next, which adds in order.
   int32_t least_keys, least_keys_masked;
 
   static constexpr int32_t consumers = 2;
@@ -122,9 +123,11 @@ struct BwdFusedTile {
   constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
-  constexpr int32_t num_barriers() const { return 2 + 5 * stages + ds_stages + 2 * turn_stages; }
+  constexpr int32_t num_barriers() const {
+    return 2 + 5 * stages + ds_stages + (in_order ? 3 * turn_stages : 0);
+  }
   constexpr int32_t scores_bytes() const {  // dS, and a block of dQ in fp32
-    return ds_stages * 2 * block_m * block_n() + 4 * block_m * bucket;
+    return ds_stages * 2 * block_m * block_n() + (in_order ? 4 * block_m * bucket : 0);
   }
   constexpr int32_t smem_bytes() const {
     return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
@@ -132,9 +135,12 @@ struct BwdFusedTile {
   }
 };
 
+// Measurements: docs/tuning.md.
 inline constexpr BwdFusedTile kBwdFusedTiles[] = {
-    {8, 64, 128, 2, 1024, 1024},
-    {97, 128, 64, 2, 1024, 2048},
+    {8, 64, 128, 2, false, 6000, 1500},
+    {8, 64, 128, 2, true, 0, 0},
+    {97, 128, 64, 3, false, 768, 1200},
+    {97, 128, 64, 2, true, 0, 0},
 };
 
 }  // namespace flashattn_ext::sm90

@@ -1,0 +1,361 @@
+// The consumer warpgroups of the Hopper fused backward kernel.
+#pragma once
+
+#include "ptx/reduce.cuh"
+#include "sm90/bwd_dkv_consumer.cuh"
+#include "sm90/bwd_fused_config.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// Sums dK and dV of 64 keys, and its piece of each step's dQ over both consumers' keys.
+template <typename Config>
+class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
+  using Base = BwdDkvConsumerBase<Config>;
+  using Base::kBlockM, Base::kMTiles, Base::kHeadDim;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+  using Base::work, Base::band, Base::transform, Base::ring, Base::key0, Base::consumer, Base::smem;
+  using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
+      typename Base::Scores;
+  static constexpr int kBothBarrier = 1, kTurnBarrier = 2, kBothThreads = 128 * Config::kConsumers;
+  // Long blocks leave no registers for P in 16 bits beside dP.
+  static constexpr bool kPackLate = kBlockM > 64;
+
+ public:
+  __device__ __forceinline__ BwdFusedConsumer(const BwdParams& params,
+                                              const ScoreTransform& transform,
+                                              const BwdDkvWork& work, const BwdFusedDq& dq,
+                                              uint32_t smem, int consumer)
+      : Base(params, transform, work, smem, consumer, consumer),
+        dq(dq),
+        barriers{smem + Config::kOffsetBarriers},
+        block(work.first_block),
+        remaining(ptx::uniform(work.num_steps())) {}
+
+  __device__ __forceinline__ void run() {
+    tile::clear(acc_dk);
+    tile::clear(acc_dv);
+    if (remaining > 0) {
+      ptx::mbarrier_wait(barriers.k_full(), 0);
+      ptx::mbarrier_wait(barriers.v_full(), 0);
+      zero_tail();
+      if (consumer == 1) give_turn();  // the first is that of consumer 0
+      walk();
+    }
+    // Both are done with K.
+    ptx::named_barrier_sync(kBothBarrier, kBothThreads);
+    this->store_dv(acc_dv);
+    this->store_dk(acc_dk);
+  }
+
+ private:
+  __device__ __forceinline__ void walk() {
+    head = work.kv_head_idx * work.group_size;
+    left_in_head = work.blocks.end - work.blocks.begin;
+    // A mask may leave the first or the last query block of a CTA to the other consumer's keys.
+    // That is usual where blocks of queries are shorter than those of keys.
+    int left_out = 0;
+    if constexpr (kBlockM < Config::kBlockN) {
+      if (remaining > 1 && !sees(block)) pass_first();
+      const int last_block = work.downwards ? work.blocks.begin : work.blocks.end - 1;
+      if (remaining > 1 && !sees(last_block)) left_out = 1;
+    }
+
+    await_q();
+    start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+    await_do();
+    start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(acc_s[0]);
+    // Steps without a mask have a loop of their own: the registers of masks are not theirs. The
+    // first and the last step queue less and are written out: a branch between products would
+    // serialise them.
+    const bool single = remaining - left_out == 1;
+    step<true, true, false>(!single);
+    if (!single) {
+      while (remaining > 1 + left_out) {
+#pragma unroll 1
+        while (remaining > 1 + left_out && is_open()) step<false, false, false>();
+#pragma unroll 1
+        while (remaining > 1 + left_out && !is_open()) step<true, false, false>();
+      }
+      step<true, false, true>();
+    } else {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(acc_dp);
+    }
+    if constexpr (kBlockM < Config::kBlockN) {
+      if (left_out > 0) pass_last();
+    }
+    if (consumer == 0) take_turn();  // the other's last; barriers are left as they were found
+    ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
+    finish_step_before();
+  }
+
+  __device__ __forceinline__ bool is_open() const {
+    return band.covers(block * kBlockM, kBlockM, key0, 64);
+  }
+  __device__ __forceinline__ bool sees(int m_block) const {
+    const BlockRange own = band.query_blocks(key0, 64, kBlockM);
+    return key0 < work.side_k.length && own.begin <= m_block && m_block < own.end;
+  }
+
+  // S of this step is there and dP is queued; at the end both are so of the next. Without `more`
+  // these are of whatever lies there, and nobody reads them.
+  template <bool kMasked, bool kFirst, bool kLast>
+  __device__ __forceinline__ void step(bool more = true) {
+    const int stage = ring.stage();
+    Fragments p, ds;
+    if constexpr (kMasked) this->hide(acc_s, block * kBlockM);
+    this->template exponentiate<false, !kPackLate>(p, acc_s, stage);
+    // Keeps the exponentials ahead of the next wait, and lets pass: a step has gone by.
+    ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(acc_dp);
+    this->form_ds(ds, acc_dp, stage, [&](int j, float(&x)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = acc_s[0][j][e];
+      if constexpr (kPackLate) this->pack(p, j, x);
+    });
+    store_ds(ds);
+
+    take_turn();
+    float acc_dq[8][4];
+    if constexpr (!kFirst) start_dq(acc_dq);
+    start_wz<Element>(acc_dv[0], p, sDo(stage), Config::kQChunkBytes);
+    start_wz<Element>(acc_dk[0], ds, sQ(stage), Config::kQChunkBytes);
+    ring.advance();
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<2>();
+      ptx::wgmma_pin(acc_dq);
+      await_turn();
+      put_dq<0>(acc_dq);
+    }
+    if (!kLast && more) await_q();
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(acc_dv[0]);
+    ptx::wgmma_pin(p);
+    release(barriers.do_empty(stage));
+    if constexpr (!kLast) start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+    if constexpr (!kFirst) {
+      put_dq<4>(acc_dq);
+      pass_turn();
+    }
+    ptx::wgmma_wait<kLast ? 0 : 1>();
+    ptx::wgmma_pin(acc_dk[0]);
+    ptx::wgmma_pin(ds);
+    this->signal(barriers.q_empty(stage));  // of the statistics, too
+    if constexpr (!kLast) {
+      if (more) await_do();
+      start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
+    }
+    give_turn();
+
+    end_step();
+    if constexpr (!kLast) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_pin(acc_s[0]);
+    }
+  }
+
+  __device__ __forceinline__ void end_step() {
+    --remaining;
+    set_place();
+    ds_ring.advance();
+    block = work.block_after(block);
+    if (--left_in_head == 0) {
+      left_in_head = work.blocks.end - work.blocks.begin;
+      ++head;
+    }
+  }
+
+  // A step whose query block sees none of these keys: the other consumer reads zeros of dS. The
+  // first, which is that of no step before it, ends with its own dQ.
+  __device__ __forceinline__ void pass_first() {
+    pass_stages();
+    take_turn();
+    end_step();
+    ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
+    finish_step_before();
+    give_turn();
+  }
+  __device__ __forceinline__ void pass_last() {
+    ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
+    pass_stages();
+    take_turn();
+    finish_step_before();
+    give_turn();
+    end_step();
+  }
+  __device__ __forceinline__ void pass_stages() {
+    await_q();
+    this->signal(barriers.q_empty(ring.stage()));
+    await_do();
+    this->signal(barriers.do_empty(ring.stage()));
+    ring.advance();
+    store_ds(Fragments{});
+  }
+
+  // dQ of the step before, of which dS is there.
+  __device__ __forceinline__ void finish_step_before() {
+    float acc_dq[8][4];
+    start_dq(acc_dq);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(acc_dq);
+    await_turn();
+    put_dq<0>(acc_dq);
+    put_dq<4>(acc_dq);
+    pass_turn();
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    ptx::named_barrier_sync(kTurnBarrier + consumer, kBothThreads);
+  }
+  __device__ __forceinline__ void give_turn() const {
+    ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, kBothThreads);
+  }
+
+  // dS of these keys, whose fragments hold it keys by queries, to rows of queries.
+  __device__ __forceinline__ void store_ds(const Fragments& ds) const {
+    const int lane = this->lane();
+    const int row = 8 * (lane >> 4) + (lane & 7);
+    const int piece = 2 * this->warp_in_group() + (lane >> 3 & 1);
+    const uint32_t address = smem + Config::kOffsetScores + ds_ring.stage() * Config::kDsBytes +
+                             consumer * Config::kDsChunkBytes + 128 * row +
+                             ((piece ^ (row & 7)) << 4);
+#pragma unroll
+    for (int kk = 0; kk < kMTiles / 2; ++kk) {
+      ptx::stmatrix_x4_trans(address + kk * chunk_bytes(16), ds[kk]);
+    }
+    ptx::fence_proxy_async();  // the tensor cores read dS
+    this->signal(barriers.ds_full(ds_ring.stage()));
+  }
+
+  // Starts this consumer's piece of the step before: acc = dS K.
+  __device__ __forceinline__ void start_dq(float (&acc)[8][4]) const {
+    const int piece_rows = consumer / Config::kChunks, piece_columns = consumer % Config::kChunks;
+    const uint32_t sDs = smem + Config::kOffsetScores +
+                         ds_ring.before().stage() * Config::kDsBytes + piece_rows * chunk_bytes(64);
+    const uint32_t sK = smem + Config::kOffsetK + piece_columns * Config::kRowChunkBytes;
+    start_xz<Element, Config::kBlockN / 16>(acc, ptx::uniform(ptx::opaque(sDs)),
+                                            Config::kDsChunkBytes, ptx::uniform(ptx::opaque(sK)),
+                                            Config::kRowBytes);
+  }
+
+  // This thread's part of the step's piece becomes the place to add to, a step later.
+  __device__ __forceinline__ void set_place() {
+    const int64_t place = dq.first_block(this->params, work, head, kBlockM) + block;
+    gDq = dq.data + place * dq.buffer.block_floats + consumer * BwdDqBuffer::kPieceFloats +
+          4 * (threadIdx.x % 128);
+    if constexpr (Config::kInOrder) {
+      const BlockRange keys = band.key_blocks(block * kBlockM, kBlockM, Config::kBlockN);
+      const int n_block = work.n0 / Config::kBlockN;
+      is_first = n_block == keys.begin;
+      is_last = n_block == keys.end - 1;
+      put_block = block;
+      put_head = head;
+    }
+  }
+
+  // Half of the piece: groups of columns from kFirst on.
+  template <int kFirst>
+  __device__ __forceinline__ void put_dq(float (&acc)[8][4]) const {
+    if (Config::kInOrder && is_last) {
+      finish_dq<kFirst>(acc);
+    } else {
+#pragma unroll
+      for (int j = kFirst; j < kFirst + 4; ++j) {
+        if (Config::kInOrder && is_first) {
+          *group(j) = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+        } else {
+          ptx::red_add_v4(gDq + 512 * j, acc[j]);
+        }
+      }
+    }
+  }
+
+  // The sum is complete with these columns: to rows of 16 bits.
+  template <int kFirst>
+  __device__ __forceinline__ void finish_dq(float (&acc)[8][4]) const {
+    if (!is_first) {
+      const uint32_t sum = smem + Config::kOffsetSum + 4 * consumer * BwdDqBuffer::kPieceFloats +
+                           16 * (threadIdx.x % 128);
+#pragma unroll
+      for (int j = kFirst; j < kFirst + 4; ++j) {
+        const float4 x = ptx::ld_shared_v4(sum + 2048 * j);
+        acc[j][0] += x.x, acc[j][1] += x.y, acc[j][2] += x.z, acc[j][3] += x.w;
+      }
+    }
+    const BwdParams& params = this->params;
+    const int lane = this->lane();
+    const int col = 64 * (consumer % Config::kChunks) + 8 * (kFirst + lane % 4);
+    const float scale = transform.softmax_scale;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float(&pair)[4] = acc[kFirst + j];
+        x[j] = ptx::pack_x2<Element>(scale * pair[2 * half], scale * pair[2 * half + 1]);
+      }
+      tile::transpose_quad(x, lane);
+      const int row = put_block * kBlockM + 64 * (consumer / Config::kChunks) +
+                      16 * this->warp_in_group() + tile::acc_row(lane, 2 * half);
+      if (row < work.side_q.length && col < params.head_dim) {
+        Element* to = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, work.batch_idx,
+                               work.side_q.start + row, put_head);
+        *reinterpret_cast<uint4*>(to + col) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+
+  // This thread's four elements of a group of columns.
+  __device__ __forceinline__ float4* group(int j) const {
+    return reinterpret_cast<float4*>(gDq + 512 * j);
+  }
+
+  __device__ __forceinline__ void await_turn() const {
+    if constexpr (Config::kInOrder) {
+      ptx::mbarrier_wait(barriers.turn(turn_ring.stage()), turn_ring.phase());
+    }
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Config::kInOrder) {
+      this->signal(barriers.added(turn_ring.stage()));
+      turn_ring.advance();
+    }
+  }
+
+  // Packed sequences: rows of K and V behind this sequence's end belong to the next one and may
+  // hold anything; dS is 0 there, and 0 * NaN is not.
+  __device__ __forceinline__ void zero_tail() const {
+    const BwdParams& params = this->params;
+    if (params.cu_seqlens_k == nullptr && params.seqused_k == nullptr) return;
+    if (work.n0 + Config::kBlockN <= work.side_k.length) return;
+    const int valid = min(max(work.side_k.length - key0, 0), 64);
+    for (const uint32_t offset : {Config::kOffsetK, Config::kOffsetV}) {
+      zero_rows<Config::kChunks>(this->own_rows(offset), Config::kRowChunkBytes, valid, 64,
+                                 threadIdx.x % 128, 128);
+    }
+    // Every thread's part is zero before one of them multiplies.
+    ptx::named_barrier_sync(kBothBarrier, kBothThreads);
+  }
+
+  const BwdFusedDq& dq;
+  const BwdFusedBarriers<Config> barriers;
+  RingState<Config::kDsStages> ds_ring;
+  int block;         // of its query head
+  int remaining;     // steps, this one included
+  int left_in_head;  // the same of this query head
+  int head;          // of the queries
+  float* gDq;        // this thread's place of the step before
+  // kInOrder, of the step before: this is the first or the last CTA at its query block.
+  bool is_first = false, is_last = false;
+  int put_block = 0, put_head = 0;
+  RingState<Config::kTurnStages> turn_ring;
+
+  Scores acc_s;  // S^T, then P^T
+  float acc_dp[kMTiles][4];
+  Gradient acc_dk, acc_dv;
+};
+
+}  // namespace flashattn_ext::sm90
