@@ -64,7 +64,30 @@ def device(request):
 )
 def device_plan(request):
     """(device, plan): like `device`, and the portable kernels where others are preferred."""
-    device, _, plan = request.param.partition("-")
+    return device_and_plan(request.param)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        *(
+            pytest.param(f"cuda-{plan}", marks=[pytest.mark.gpu, pytest.mark.sm90])
+            for plan in ("sm90_fused", "sm90", "sm80")
+        ),
+    ]
+)
+def backward_plan(request):
+    """(device, plan): like `device`, and each family of kernels where all of them run.
+
+    `harness.check` skips what the named family refuses. While `poison` is on, the default sums dQ
+    in order and "sm90_fused" in any order.
+    """
+    return device_and_plan(request.param)
+
+
+def device_and_plan(name):
+    device, _, plan = name.partition("-")
     return device, plan or None
 
 
@@ -93,3 +116,14 @@ def poison(request):
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before_fill
     torch.use_deterministic_algorithms(before, warn_only=before_warn_only)
+
+
+@pytest.fixture
+def switch():
+    """torch.use_deterministic_algorithms, put back afterwards."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

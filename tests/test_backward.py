@@ -30,7 +30,7 @@ MASKS = (False, True, "top_left")
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
 @pytest.mark.parametrize("causal", MASKS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_accuracy(device, head_dim, causal, dtype):
+def test_accuracy(backward_plan, head_dim, causal, dtype):
     case = Case(
         head_dim=head_dim,
         seqlen_q=333,
@@ -40,7 +40,7 @@ def test_accuracy(device, head_dim, causal, dtype):
         dtype=dtype,
         options=Options(causal=causal),
     )
-    harness.check(case, device, with_dlse=True)
+    harness.check(case, *backward_plan, with_dlse=True)
 
 
 @pytest.mark.parametrize("head_dim", EVERY_HEAD_DIM)
@@ -52,7 +52,7 @@ def test_every_head_dim(device, head_dim):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), UNEQUAL_HEAD_DIMS)
-def test_unequal_head_dims(device, head_dim, head_dim_v, causal):
+def test_unequal_head_dims(backward_plan, head_dim, head_dim_v, causal):
     case = Case(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -60,7 +60,7 @@ def test_unequal_head_dims(device, head_dim, head_dim_v, causal):
         seqlen_k=170,
         options=Options(causal=causal),
     )
-    harness.check(case, device)
+    harness.check(case, *backward_plan)
 
 
 SHAPES = [
@@ -85,14 +85,14 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_shapes(device, case):
-    harness.check(case, device)
+def test_shapes(backward_plan, case):
+    harness.check(case, *backward_plan)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("ratio", GQA_RATIOS)
-def test_gqa(device, ratio, head_dim, causal):
+def test_gqa(backward_plan, ratio, head_dim, causal):
     case = Case(
         head_dim=head_dim,
         seqlen_q=130,
@@ -102,12 +102,12 @@ def test_gqa(device, ratio, head_dim, causal):
         batch=1,
         options=Options(causal=causal),
     )
-    harness.check(case, device)
+    harness.check(case, *backward_plan)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("softcap", [1.0, 15.0, 50.0])
-def test_softcap(device, softcap, head_dim):
+def test_softcap(backward_plan, softcap, head_dim):
     for causal, window_size in ((False, (-1, -1)), (True, (90, -1))):
         case = Case(
             head_dim=head_dim,
@@ -116,13 +116,13 @@ def test_softcap(device, softcap, head_dim):
             batch=1,
             options=Options(causal=causal, window_size=window_size, softcap=softcap),
         )
-        harness.check(case, device)
+        harness.check(case, *backward_plan)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
 @pytest.mark.parametrize("kind", ["peaky", "offset", "times3"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_inputs_that_are_not_normal(device, head_dim, kind, dtype):
+def test_inputs_that_are_not_normal(backward_plan, head_dim, kind, dtype):
     for causal in (False, True):
         case = Case(
             head_dim=head_dim,
@@ -132,7 +132,7 @@ def test_inputs_that_are_not_normal(device, head_dim, kind, dtype):
             kind=kind,
             options=Options(causal=causal),
         )
-        harness.check(case, device)
+        harness.check(case, *backward_plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=type_name)
@@ -153,12 +153,40 @@ def test_forced_portable_plan(device, options):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@pytest.mark.parametrize("plan", ["sm90_fused", "sm90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_forced_hopper_plan(head_dim):
-    """A family without a backward is forced for the forward; the backward is the one there is."""
-    x = make_tensors(Case(seqlen_q=140, seqlen_k=200, head_dim=head_dim), "cuda")
-    chosen = harness.run(x, {"causal": True}, with_dlse=True)
-    harness.assert_bitwise(harness.run(x, {"causal": True}, "sm90", with_dlse=True), chosen)
+def test_forced_hopper_plan(head_dim, plan):
+    """Both families are the same forward; each runs its own backward, or says why not."""
+    case = Case(seqlen_q=140, seqlen_k=200, head_dim=head_dim, options=Options(causal=True))
+    x = make_tensors(case, "cuda")
+    out, lse = harness.attend(x, case.options.kwargs())
+    named = dict(zip(("out", "lse"), harness.attend(x, case.options.kwargs(), plan)))
+    harness.assert_bitwise(named, {"out": out, "lse": lse})
+    if (head_dim, plan) != (256, "sm90_fused"):
+        harness.check_tensors(x, case.options.kwargs(), plan)
+        return
+    with pytest.raises(RuntimeError, match="it is for head dims up to 64 and from 97 to 128"):
+        harness.run(x, case.options.kwargs(), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_of_dq_over_many_ctas(head_dim, causal, deterministic):
+    """A thousand CTAs meet at the rows of dq, in order or not, and neither hang nor lose a part.
+
+    The split kernels, of which each row of dq has one owner, round at the same places.
+    """
+    case = Case(head_dim=head_dim, seqlen_q=4096, seqlen_k=4096, heads_q=16, heads_k=16)
+    x = make_tensors(case, "cuda")
+    options = {"causal": causal, "deterministic": deterministic}
+    split = harness.run(x, options, "sm90")
+    fused = harness.run(x, options, "sm90_fused")
+    for name in ("dq", "dk", "dv"):
+        error = (fused[name].float() - split[name].float()).norm() / split[name].float().norm()
+        assert error < 2e-3, f"{name}: {error:.2e}"
 
 
 def test_only_the_lse_has_a_gradient(device):

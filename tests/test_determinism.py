@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, Options, VarlenCase, make_tensors, make_varlen_tensors
 
-from flashattn_ext import flash_attn_func
+from flashattn_ext import explain, flash_attn_func
 
 REPEATS = {"cpu": 3, "cuda": 20}
 
@@ -51,28 +51,65 @@ def test_varlen_repeats(device):
         harness.assert_bitwise(harness.run(x, {"causal": True}, with_dlse=True), first)
 
 
-def test_under_deterministic_algorithms(device):
+def test_under_deterministic_algorithms(device, switch):
     """`torch.use_deterministic_algorithms(True)` without warn_only: nothing raises."""
     x = make_tensors(CASES[0].on(device), device)
     first = harness.run(x, {"causal": True})
-    torch.use_deterministic_algorithms(True)
-    try:
-        harness.assert_bitwise(harness.run(x, {"causal": True}), first)
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    switch(True)
+    harness.assert_bitwise(harness.run(x, {"causal": True}), first)
 
 
 @pytest.mark.no_poison
-def test_without_deterministic_algorithms(device):
-    """The bits do not depend on torch's switch."""
+def test_without_deterministic_algorithms(device, switch):
+    """Where the fixed order is the faster one, the bits do not depend on torch's switch."""
     x = make_tensors(CASES[0].on(device), device)
     assert not torch.are_deterministic_algorithms_enabled()
     first = harness.run(x, {"causal": True})
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        harness.assert_bitwise(harness.run(x, {"causal": True}), first)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    switch(True, warn_only=True)
+    harness.assert_bitwise(harness.run(x, {"causal": True}), first)
+
+
+def assert_repeats(x, options, names, first=None, plan=None):
+    """A hundred runs give the same `names`, compared where they are; returns the first run."""
+    for _ in range(100):
+        actual = harness.run(x, options, plan, with_dlse=True)
+        first = first or actual
+        for name in names:
+            assert torch.equal(actual[name], first[name]), name
+    return first
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_hundred_runs(head_dim, causal, switch):
+    """Of a length at which CTAs add to dq in any order, where they share it and may do so."""
+    seqlen = 6200 if head_dim == 64 and not causal else 2100
+    case = Case(head_dim=head_dim, seqlen_q=seqlen, seqlen_k=seqlen, batch=1, heads_k=4)
+    x = make_tensors(case, "cuda")
+    plan = explain(x.q, x.k, x.v, causal=causal, backward=True)
+    if plan.family == "sm90_fused":
+        assert "flash_bwd_dq_convert_sm90_kernel" in [kernel.name for kernel in plan.kernels]
+    ordered = harness.RESULTS
+    unordered = tuple(name for name in ordered if name != "dq")
+    assert_repeats(x, {"causal": causal}, unordered if plan.family == "sm90_fused" else ordered)
+    first = assert_repeats(x, {"causal": causal, "deterministic": True}, ordered)
+    switch(True)
+    assert_repeats(x, {"causal": causal}, ordered, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.no_poison
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_hundred_runs_of_the_fused_kernel_in_order(head_dim):
+    """Named, it keeps the order only if asked to. Not named, it does so at this length."""
+    case = Case(head_dim=head_dim, seqlen_q=700, seqlen_k=700, heads_q=8, heads_k=4)
+    x = make_tensors(case, "cuda")
+    options = {"causal": True, "deterministic": True}
+    first = assert_repeats(x, options, harness.RESULTS, plan="sm90_fused")
+    harness.assert_bitwise(harness.run(x, {"causal": True}, with_dlse=True), first)
 
 
 def test_threads(device):

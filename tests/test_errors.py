@@ -286,7 +286,10 @@ def test_windows(device):
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1, got 1"),
         ({"dropout_p": -0.1}, "dropout_p must be at least 0 and below 1, got -0.1"),
         ({"softmax_scale": math.nan}, "softmax_scale must be finite, got nan"),
-        ({"plan": "sm75"}, "plan='sm75' names no kernel family; there are sm90, sm80, spec"),
+        (
+            {"plan": "sm75"},
+            "plan='sm75' names no kernel family; there are sm90_fused, sm90, sm80, spec",
+        ),
     ],
 )
 def test_values(device, option, sentence):
@@ -295,7 +298,7 @@ def test_values(device, option, sentence):
 
 
 def test_a_plan_for_another_device():
-    for family in ("sm90", "sm80"):
+    for family in ("sm90_fused", "sm90", "sm80"):
         with raises(f"plan='{family}' runs on CUDA tensors and q is on the CPU; leave plan out or"):
             flash_attn_func(*tensors(), plan=family)
     assert flash_attn_func(*tensors(), plan="spec").shape == (B, SQ, HQ, DV)

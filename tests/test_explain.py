@@ -46,7 +46,14 @@ def test_the_running_gpu_is_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", [None, "sm80"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        None,
+        *(pytest.param(name, marks=pytest.mark.sm90) for name in ("sm90_fused", "sm90")),
+        "sm80",
+    ],
+)
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("heads", [1, 64], ids=["a few tiles", "more tiles than SMs"])
@@ -96,25 +103,37 @@ def test_what_the_call_refuses_is_refused_here():
 
 
 def test_a_plan_prints_what_matters():
+    h200 = "h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block)"
     text = str(explain(*SHAPES, causal=True, backward=True, device="h200"))
     for part in (
-        "bwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm90",
+        f"bwd on {h200}: sm90_fused\n",
         "flash_bwd_delta_kernel",
-        "flash_bwd_dq_sm90_kernel: tile ",
-        "flash_bwd_dkv_sm90_kernel: tile ",
-        "workspace: 19200 bytes = 8 * num_heads_q * batch * seqlen_q",
+        "flash_bwd_fused_sm90_kernel: tile ",
+        "bytes = num_heads_q * batch * (8 * seqlen_q + 4 * bucket * Br * ceil(seqlen_q / Br))",
         "copied to a contiguous tensor first: none",
         "window: left unlimited, right 0",
+        "not sm90: it runs this call and was not the one chosen",
         "not sm80: it runs this call and was not the one chosen",
         "not spec: it runs on CPU tensors",
     ):
         assert part in text
+    text = str(explain(*SHAPES, softcap=9.0, backward=True, device="h200"))
+    for part in (
+        f"bwd on {h200}: sm90\n",
+        "flash_bwd_delta_kernel",
+        "flash_bwd_dq_sm90_kernel: tile ",
+        "flash_bwd_dkv_sm90_kernel: tile ",
+        "workspace: 19200 bytes = 8 * num_heads_q * batch * seqlen_q",
+        "not sm90_fused: it has no softcap and takes a softmax_scale above 0 alone",
+    ):
+        assert part in text
     text = str(explain((2, 3000, 32, 64), *SHAPES[1:], device="h200"))
     for part in (
-        "fwd on h200 (compute capability 9.0, 132 SMs, 227 KB of shared memory per block): sm90",
+        f"fwd on {h200}: sm90",
         "flash_fwd_sm90_kernel: tile ",
         "grid 264\n",
         "workspace: 4 bytes = one counter of tiles",
+        "not sm90_fused: its forward is that of sm90",
         "not sm80: it runs this call and was not the one chosen",
     ):
         assert part in text
@@ -127,7 +146,7 @@ def test_a_plan_prints_what_matters():
     assert "not sm80: it runs on CUDA tensors" in text
     text = str(explain(*SHAPES, sink=torch.zeros(4), device="h200"))
     assert "fwd on h200" in text
-    assert "raises\n  flashattn_ext: no kernel runs this call. sm90, sm80: sink" in text
+    assert "raises\n  flashattn_ext: no kernel runs this call. sm90_fused, sm90, sm80: sink" in text
 
 
 def test_a_plan_is_plain_data():
@@ -156,6 +175,7 @@ def test_show_config_names_build_and_families(capsys):
     info = flashattn_ext.build_info()
     assert f"flashattn_ext {flashattn_ext.__version__}" in text
     assert f"torch {info['torch']}" in text
+    assert "sm90_fused: " in text
     assert "sm90: " in text
     assert "sm80: " in text
     assert "spec: " in text

@@ -48,6 +48,22 @@ def test_forward_and_backward(head_dim, options):
         harness.assert_bitwise(results, wanted)
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_replay_sums_dq_from_zero(head_dim, deterministic):
+    """Of keys there are two blocks: a sum of two parts has no order."""
+    case = Case(head_dim=head_dim, seqlen_q=300, seqlen_k=250, batch=8, heads_q=16, heads_k=16)
+    static = make_tensors(case, "cuda")
+    options = {"deterministic": deterministic}
+    graph, results = capture(lambda: harness.run(static, options, "sm90_fused"))
+    wanted = harness.run(static, options, "sm90_fused")
+    for _ in range(3):
+        results["dq"].zero_()
+        graph.replay()
+        harness.assert_bitwise(results, wanted)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_replay_counts_its_tiles_from_zero(head_dim):
     """More tiles than SMs are drawn from a counter in memory."""

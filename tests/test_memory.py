@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import bench_memory
-from flashattn_ext import flash_attn_func
+from flashattn_ext import explain, flash_attn_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -18,8 +18,12 @@ def test_eighteen_thousand_tokens(capsys):
             f"\n18,000 tokens: peak extra {extra / 2**20:.2f} MiB; "
             f"one N x N matrix in bf16: {matrix / 2**20:.0f} MiB"
         )
-    # lse and the backward's two rows of workspace, fp32: the formula of docs/memory.md.
-    assert extra <= 18000 * 8 * (4 + 8)
+    # lse and the backward's workspace, fp32: the formulas of docs/memory.md.
+    rows, shape = 18000 * 8, (1, 18000, 8, 128)
+    plan = explain(shape, shape, shape, backward=True)
+    assert extra <= 4 * rows + plan.workspace_bytes
+    sums = 1.01 * 4 * 128 if plan.family == "sm90_fused" else 0
+    assert plan.workspace_bytes <= rows * (8 + sums)
 
 
 def test_extra_memory_grows_with_the_tokens():

@@ -9,7 +9,7 @@ from flashattn_ext.plan import CPU, DEVICES, DeviceFacts, explain, native_device
 
 # One GPU of each class of shared memory: 99, 163 and 227 KB per block.
 SMEM_CLASSES = ["rtx4090", "a100", "h200"]
-CUDA_FAMILIES = ["sm90", "sm80"]
+CUDA_FAMILIES = ["sm90_fused", "sm90", "sm80"]
 
 
 def tiled(plan):
@@ -61,7 +61,9 @@ def test_head_dims_of_k_and_v_share_the_bucket_of_the_larger(family):
     assert explain_shape(dim=128, dim_v=8, plan=family).kernels == square.kernels
     assert explain_shape(dim=104, plan=family).kernels == square.kernels
     assert explain_shape(dim=64, plan=family).kernels != square.kernels
-    if family == "sm80":  # sm90 stores 96 columns as two chunks of 64: nothing explain could tell
+    if (
+        family == "sm80"
+    ):  # the others store 96 columns as two chunks of 64: nothing explain could tell
         assert explain_shape(dim=96, plan=family).kernels != square.kernels
 
 
@@ -69,7 +71,7 @@ def test_grids_are_one_dimensional_counts_of_blocks():
     shape = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 777, "heads_q": 6, "heads_k": 2, "dim": 128}
     forward = tiled(explain_shape(**shape, plan="sm80"))["fwd"]
     assert forward.grid == ceil_div(1000, forward.block_m) * 3 * 6
-    backward = tiled(explain_shape(**shape, backward=True))
+    backward = tiled(explain_shape(**shape, backward=True, plan="sm80"))
     assert backward["dq"].grid == ceil_div(1000, backward["dq"].block_m) * 3 * 6
     assert backward["dkv"].grid == ceil_div(777, backward["dkv"].block_n) * 3 * 2
 
@@ -92,15 +94,16 @@ def test_large_batches_and_heads_need_no_second_grid_dimension():
         assert many_batches.family == many_heads.family == family
 
 
-def test_workspace_is_two_numbers_a_row():
-    assert explain_shape().workspace_bytes == 0
-    dense = explain_shape(batch=3, seqlen_q=1000, heads_q=6, heads_k=2, backward=True)
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+def test_workspace_is_two_numbers_a_row(family):
+    assert explain_shape(plan=family).workspace_bytes == 0
+    dense = explain_shape(batch=3, seqlen_q=1000, heads_q=6, heads_k=2, backward=True, plan=family)
     assert dense.workspace_bytes == 8 * 6 * 3 * 1000
     sizes = {"num_heads_q": 6, "batch": 3, "seqlen_q": 1000}
     assert eval(dense.workspace_formula, {}, sizes) == dense.workspace_bytes
     varlen = explain(
         (5000, 4, 64), (6000, 2, 64), (6000, 2, 64), (9,), (9,), 1500, 1700,
-        device="h200", backward=True,
+        device="h200", backward=True, plan=family,
     )  # fmt: skip
     assert varlen.workspace_bytes == 8 * 4 * 5000
     sizes = {"num_heads_q": 4, "total_q": 5000}
@@ -111,7 +114,7 @@ def test_workspace_is_two_numbers_a_row():
 def test_nothing_to_compute_launches_nothing(zero):
     for backward in (False, True):
         plan = explain_shape(**{zero: 0}, backward=backward)
-        assert plan.family == "sm90"
+        assert plan.family == ("sm90_fused" if backward else "sm90")
         assert plan.empty
         assert plan.kernels == ()
 
@@ -125,8 +128,9 @@ def test_head_dims_that_are_not_multiples_of_8(dim):
     plan = explain_shape(dim=dim, dim_v=64)
     assert plan.family is None
     assert plan.error == (
-        f"flashattn_ext: no kernel runs this call. sm90, sm80: head dim {dim} of q and k is not "
-        f"a multiple of 8; pad q and k with zeros to {pad} and pass softmax_scale=1/sqrt({dim})"
+        f"flashattn_ext: no kernel runs this call. sm90_fused, sm90, sm80: head dim {dim} of q and "
+        f"k is not a multiple of 8; pad q and k with zeros to {pad} and pass "
+        f"softmax_scale=1/sqrt({dim})"
     )
     assert plan.rejected["sm80"] in plan.error
     assert (
@@ -144,8 +148,8 @@ def test_head_dims_above_256():
 def test_dtypes(name):
     plan = explain_shape(dtype=getattr(torch, name))
     assert plan.error == (
-        "flashattn_ext: no kernel runs this call. sm90, sm80: it takes float16 and bfloat16 and q "
-        f"is {name}; cast q, k and v, or call under torch.autocast('cuda')"
+        "flashattn_ext: no kernel runs this call. sm90_fused, sm90, sm80: it takes float16 and "
+        f"bfloat16 and q is {name}; cast q, k and v, or call under torch.autocast('cuda')"
     )
     assert explain_shape(dtype=torch.float16).family == "sm90"
 
@@ -170,7 +174,7 @@ def test_key_bias_is_named():
 def test_devices():
     turing = DeviceFacts("t4", (7, 5), 40, 64 * 1024, 64 * 1024)
     assert explain_shape(device=turing).error.endswith(
-        "sm90: it needs compute capability 9.0 and this device has 7.5. "
+        ". sm90_fused, sm90: it needs compute capability 9.0 and this device has 7.5. "
         "sm80: it needs compute capability 8.0 or newer and this device has 7.5"
     )
     tiny = DeviceFacts("tiny", (8, 7), 16, 64 * 1024, 64 * 1024)
@@ -285,10 +289,12 @@ def test_families_and_their_reasons():
     assert (hopper.family, ampere.family, on_cpu.family) == ("sm90", "sm80", "spec")
     on_cuda, on_the_cpu = "these are on a CUDA device", "these are on the CPU"
     assert hopper.rejected == {
+        "sm90_fused": "its forward is that of sm90",
         "sm80": "it runs this call and was not the one chosen",
         "spec": f"it runs on CPU tensors and {on_cuda}",
     }
     assert ampere.rejected == {
+        "sm90_fused": "it needs compute capability 9.0 and this device has 8.0",
         "sm90": "it needs compute capability 9.0 and this device has 8.0",
         "spec": f"it runs on CPU tensors and {on_cuda}",
     }
@@ -318,5 +324,5 @@ def test_a_forced_family_runs_or_says_why_not():
         "flashattn_ext: plan='sm80' does not run this call: head dim 12 of q and k"
     )
     assert explain_shape(plan="sm75").error == (
-        "flashattn_ext: plan='sm75' names no kernel family; there are sm90, sm80, spec"
+        "flashattn_ext: plan='sm75' names no kernel family; there are sm90_fused, sm90, sm80, spec"
     )

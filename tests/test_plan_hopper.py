@@ -1,4 +1,7 @@
-"""The Hopper forward's plan without a GPU: tiles, grids, workspace, and what it cannot read."""
+"""The plans of family sm90 without a GPU: tiles, grids, workspace, and what it cannot read.
+
+Its backward where sm90_fused (test_plan_fused.py) is not chosen; named here.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +17,8 @@ from flashattn_ext.plan import DEVICES, explain, native_device
 @pytest.mark.parametrize("device", DEVICES)
 def test_hopper_kernels_run_on_compute_capability_9_0_alone(device, backward):
     plan = explain_shape(device=device, backward=backward)
-    assert (plan.family == "sm90") == (DEVICES[device].compute_capability == (9, 0))
+    hopper = "sm90_fused" if backward else "sm90"
+    assert (plan.family == hopper) == (DEVICES[device].compute_capability == (9, 0))
 
 
 def hopper_kernel(plan):
@@ -252,7 +256,7 @@ def test_hopper_kernels_name_the_option_they_lack(name):
 
 
 def backward_kernels(**options):
-    plan = explain_shape(backward=True, **options)
+    plan = explain_shape(backward=True, plan="sm90", **options)
     assert plan.family == "sm90", plan
     delta, dq, dkv = plan.kernels
     assert [delta.name, dq.name, dkv.name] == [
@@ -295,5 +299,5 @@ def test_hopper_backward_grids():
 
 
 def test_the_backward_of_a_forced_forward_is_its_family_s():
-    for family in ("sm90", "sm80"):
+    for family in ("sm90_fused", "sm90", "sm80"):
         assert explain_shape(plan=family, backward=True).family == family

@@ -54,9 +54,13 @@ PACKED = [
     )
     for head_dim in (64, 128, 256)
 ]
+# Two blocks of keys, which share the rows of dq.
+SHARED = [
+    small(head_dim, 130, 140, heads_q=1, options=Options(causal=True)) for head_dim in (64, 128)
+]
 
 
-@pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=str)
+@pytest.mark.parametrize("case", [*DENSE, *SHARED, *PACKED], ids=str)
 def test_sanitize(device, case):
     x = harness.inputs_of(case, device)
     actual = harness.run(x, case.options.kwargs(), with_dlse=True)
@@ -73,10 +77,24 @@ def test_sanitize_forward(device, case):
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("case", [*DENSE, *PACKED], ids=str)
-def test_sanitize_portable_forward(case):
-    """Where the test above runs the Hopper forward; the backward there is the portable one."""
-    out, _ = harness.attend(harness.inputs_of(case, "cuda"), case.options.kwargs(), "sm80")
-    assert out.isfinite().all()
+def test_sanitize_portable(case):
+    """Where the test above runs the Hopper kernels."""
+    x = harness.inputs_of(case, "cuda")
+    actual = harness.run(x, case.options.kwargs(), "sm80", with_dlse=True)
+    for name in ("out", "dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", ["sm90_fused", "sm90"])
+@pytest.mark.parametrize("case", [*SHARED, *PACKED[:2]], ids=str)
+def test_sanitize_hopper_backward(case, plan):
+    """Where the tests above sum dq in one kernel and in order: in any order, and in two kernels."""
+    x = harness.inputs_of(case, "cuda")
+    actual = harness.run(x, case.options.kwargs(), plan, with_dlse=True)
+    for name in ("dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

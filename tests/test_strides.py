@@ -85,6 +85,19 @@ def test_layout_of_all_inputs(device, layout, head_dim):
     assert_same_as_contiguous(x, {"causal": True}, **changes)
 
 
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", ["sm90_fused", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("layout", [heads_first, every_second_row], ids=lambda f: f.__name__)
+def test_layout_of_all_inputs_with_a_named_backward(layout, head_dim, plan):
+    """The backward kernels that the test above does not choose."""
+    x = make_tensors(Case(head_dim=head_dim, seqlen_q=130, seqlen_k=100), "cuda")
+    wanted = harness.run(x, {"causal": True}, plan)
+    view = dataclasses.replace(x, **{name: layout(getattr(x, name)) for name in INPUTS})
+    harness.assert_bitwise(harness.run(view, {"causal": True}, plan), wanted)
+
+
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("layout", [heads_first, strided_last], ids=lambda f: f.__name__)
 def test_layout_of_one_input(device, layout, name):

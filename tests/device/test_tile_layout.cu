@@ -155,5 +155,30 @@ const DeviceTest accumulator("tile.accumulator", [] {
   check_equal(cleared.to_host(), std::vector<float>(kSize, 0.0f), kCols, "cleared accumulator");
 });
 
+// ---- Quads ----
+
+__global__ void transpose_quad_kernel(uint32_t* words) {
+  const int lane = threadIdx.x;
+  uint32_t x[4];
+  for (int j = 0; j < 4; ++j) x[j] = words[4 * lane + j];
+  tile::transpose_quad(x, lane);
+  for (int j = 0; j < 4; ++j) words[4 * lane + j] = x[j];
+}
+
+// Word j of lane t of a quad is then what word t of its lane j was.
+const DeviceTest transpose_quad("tile.transpose_quad", [] {
+  std::vector<uint32_t> words(32 * 4), expected(32 * 4);
+  for (int quad = 0; quad < 8; ++quad)
+    for (int t = 0; t < 4; ++t)
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t id = 100 * quad + 10 * t + j;
+        words[4 * (4 * quad + t) + j] = id;
+        expected[4 * (4 * quad + j) + t] = id;
+      }
+  const DeviceBuffer<uint32_t> gWords(words);
+  launch({}, transpose_quad_kernel, gWords.data());
+  check_equal(gWords.to_host(), expected, 4, "word of (lane, index)");
+});
+
 }  // namespace
 }  // namespace flashattn_ext::testing
