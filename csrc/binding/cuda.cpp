@@ -279,10 +279,11 @@ void launch_bwd(const Plan& plan, const BwdParams& params, std::byte* workspace)
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(smxx::run_bwd_delta(params, stream));
   if (plan.sm90_bwd_fused_tile != nullptr) {
-    auto* turns = reinterpret_cast<uint32_t*>(workspace + plan.dq_buffer_bytes);
-    C10_CUDA_CHECK(sm90::run_bwd_fused(
-        params, *plan.sm90_bwd_fused_tile,
-        {reinterpret_cast<float*>(workspace), plan.turn_bytes > 0 ? turns : nullptr}, stream));
+    C10_CUDA_CHECK(
+        sm90::run_bwd_fused(params, *plan.sm90_bwd_fused_tile,
+                            {plan.num_ctas, reinterpret_cast<float*>(workspace),
+                             reinterpret_cast<uint32_t*>(workspace + plan.dq_buffer_bytes)},
+                            stream));
   } else if (plan.sm90_bwd_dq_tile != nullptr) {
     C10_CUDA_CHECK(sm90::run_bwd_dq(params, *plan.sm90_bwd_dq_tile, stream));
     C10_CUDA_CHECK(sm90::run_bwd_dkv(params, *plan.sm90_bwd_dkv_tile, stream));
@@ -341,7 +342,7 @@ BwdResult bwd_cuda(const BwdArgs& args) {
   params.dk_strides = strides_of(dk);
   params.dv_strides = strides_of(dv);
   auto* bytes = static_cast<std::byte*>(workspace.data_ptr());
-  params.delta = reinterpret_cast<float*>(bytes + plan.dq_buffer_bytes + plan.turn_bytes);
+  params.delta = reinterpret_cast<float*>(bytes + plan.dq_buffer_bytes + plan.counter_bytes);
   params.lse_log2 = params.delta + rows;
   launch_bwd(plan, params, bytes);
   return {dq, dk, dv, none(), none(), none(), none()};

@@ -169,7 +169,11 @@ int64_t convert_blocks(const Problem& problem, const sm90::BwdFusedTile& tile) {
   return grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, tile.block_m);
 }
 
-Reason choose_fused_bwd(const Problem& problem, bool by_name, Plan& plan) {
+// Rows of the buffer of dQ for each row of q, at most: workspace in proportion to the tokens.
+constexpr int64_t kMostPadding = 4;
+
+Reason choose_fused_bwd(const Problem& problem, const DeviceInfo& device, bool by_name,
+                        Plan& plan) {
   if (!problem.plain_logits) return {"it has no softcap and takes a softmax_scale above 0 alone"};
   const sm90::BwdFusedTile* tile = pick_fused_tile(problem, plan.window, by_name);
   if (tile == nullptr) {
@@ -177,19 +181,29 @@ Reason choose_fused_bwd(const Problem& problem, bool by_name, Plan& plan) {
             .a = problem.head_dim,
             .b = problem.head_dim_v};
   }
-  plan.sm90_bwd_fused_tile = tile;
   const sm90::BwdDqBuffer buffer(problem.varlen, problem.batch, problem.seqlen_q, problem.total_q,
                                  tile->block_m, tile->bucket);
+  if (!by_name && buffer.blocks * tile->block_m > kMostPadding * problem.total_q) {
+    return {.text =
+                "sequences are short: its buffer of dQ, in blocks of {a} rows, would have more "
+                "than {b} rows for each of q",
+            .a = tile->block_m,
+            .b = kMostPadding};
+  }
+  plan.sm90_bwd_fused_tile = tile;
   plan.dq_buffer_bytes = buffer.bytes(problem.num_heads_q);
-  if (tile->in_order) plan.turn_bytes = buffer.turn_bytes(problem.num_heads_q);
-  plan.workspace_bytes = plan.dq_buffer_bytes + plan.turn_bytes + 2 * row_stats_bytes(problem);
+  plan.counter_bytes = buffer.counter_bytes(problem.num_heads_q, tile->in_order);
+  plan.workspace_bytes = plan.dq_buffer_bytes + plan.counter_bytes + 2 * row_stats_bytes(problem);
+  plan.num_ctas =
+      static_cast<int32_t>(std::min<int64_t>(fused_blocks(problem, *tile), device.num_sms));
   plan.workspace_formula =
       problem.varlen
           ? "num_heads_q * (8 * total_q + 4 * bucket * Br * (total_q / Br + batch)), and counters"
           : "num_heads_q * batch * (8 * seqlen_q + 4 * bucket * Br * ceil(seqlen_q / Br)), and "
             "counters";
+  // A CTA may draw one number too many.
   return reject_grid(
-      std::max({fused_blocks(problem, *tile), convert_blocks(problem, *tile),
+      std::max({fused_blocks(problem, *tile) + plan.num_ctas, convert_blocks(problem, *tile),
                 grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 
@@ -243,7 +257,7 @@ Reason choose(const Problem& problem, const DeviceInfo& device, bool, Plan& plan
 
 Reason choose_fused(const Problem& problem, const DeviceInfo& device, bool by_name, Plan& plan) {
   if (Reason reason = choose_inputs(problem, device, plan)) return reason;
-  if (problem.op == Op::kBackward) return choose_fused_bwd(problem, by_name, plan);
+  if (problem.op == Op::kBackward) return choose_fused_bwd(problem, device, by_name, plan);
   return by_name ? choose_fwd(problem, device, plan) : Reason{"its forward is that of sm90"};
 }
 
@@ -265,8 +279,8 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
   } else if (plan.sm90_bwd_fused_tile != nullptr) {
     const sm90::BwdFusedTile& tile = *plan.sm90_bwd_fused_tile;
     list.push_back({.name = "flash_bwd_delta_kernel"});
-    list.push_back(report("flash_bwd_fused_sm90_kernel", tile, fused_blocks(problem, tile),
-                          tile.block_m, tile.block_n(), tile.stages));
+    list.push_back(report("flash_bwd_fused_sm90_kernel", tile, plan.num_ctas, tile.block_m,
+                          tile.block_n(), tile.stages));
     if (!tile.in_order) list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
   } else {
     const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;

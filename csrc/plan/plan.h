@@ -58,7 +58,7 @@ struct Plan {
 
   // Rows of the tile tables, set by the family that uses them.
   const sm90::FwdTile* sm90_fwd_tile = nullptr;
-  int32_t num_ctas = 0;  // of the persistent launch of sm90_fwd_tile
+  int32_t num_ctas = 0;  // of the persistent launch of sm90_fwd_tile or sm90_bwd_fused_tile
   const sm90::BwdDqTile* sm90_bwd_dq_tile = nullptr;
   const sm90::BwdDkvTile* sm90_bwd_dkv_tile = nullptr;
   const sm90::BwdFusedTile* sm90_bwd_fused_tile = nullptr;
@@ -77,10 +77,10 @@ struct Plan {
   bool copy_dout = false;
 
   // Bytes allocated for the launch besides outputs and copies: the backward's buffer for dQ and the
-  // counters of its turns, where it has them, then its delta and lse_log2; or a persistent launch's
-  // counter.
+  // counters that go with it, where it has one, then its delta and lse_log2; or a persistent
+  // launch's counter.
   int64_t workspace_bytes = 0;
-  int64_t dq_buffer_bytes = 0, turn_bytes = 0;
+  int64_t dq_buffer_bytes = 0, counter_bytes = 0;
   const char* workspace_formula = "";
 };
 
@@ -101,7 +101,7 @@ const std::vector<const Family*>& families();
 // nullptr when no family has this name.
 const Family* find_family(std::string_view name);
 
-// "sm90, sm80, spec": for sentences about an unknown name.
+// "sm90_fused, sm90, sm80, spec": for sentences about an unknown name.
 std::string family_names();
 
 // Equivalent ways to ask for the same keys (causal, window (-1, 0), a bound that reaches past every

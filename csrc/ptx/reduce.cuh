@@ -13,10 +13,9 @@ __device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4]) {
                : "memory");
 }
 
-// *dst += x; who sees the sum in wait_for_count sees everything this thread did, or knew of,
-// before.
-__device__ __forceinline__ void red_release_add(uint32_t* dst, uint32_t x) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(dst), "r"(x) : "memory");
+// *dst = x; who sees x in wait_for_count sees everything this thread did, or knew of, before.
+__device__ __forceinline__ void st_release(uint32_t* dst, uint32_t x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(dst), "r"(x) : "memory");
 }
 
 // Waits until *count is at least `wanted`. The loop is in the assembly so that the compiler does

@@ -24,7 +24,8 @@ struct BwdKeyBlockConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kKeyGroups = kBlockN / 64;  // of 64 keys
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
-  static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
+  static constexpr bool kSpareRegs = kTile.spare_regs();
+  static constexpr int kProducerRegs = kSpareRegs ? 40 : 24, kConsumerRegs = kSpareRegs ? 232 : 240;
   // Consumers wait for ever for registers that the launch did not give the CTA.
   static constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
   static_assert(kProducerRegs + kConsumers * kConsumerRegs <= (1 + kConsumers) * kLaunchRegs);
@@ -44,13 +45,14 @@ struct BwdKeyBlockConfig {
   static constexpr uint32_t kOffsetLse = kOffsetScores + kTile.scores_bytes();
   static constexpr uint32_t kOffsetDelta = kOffsetLse + 4 * kStages * kBlockM;
   static constexpr uint32_t kOffsetBarriers = kOffsetDelta + 4 * kStages * kBlockM;
-  static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
-  static_assert(kSmemBytes == kTile.smem_bytes());
+  static constexpr uint32_t kOffsetEnd = kOffsetBarriers + 8 * kTile.num_barriers();
 };
 
 template <typename Element, int kRow>
 struct BwdDkvConfig : BwdKeyBlockConfig<Element, kBwdDkvTiles, kRow> {
   using Base = BwdKeyBlockConfig<Element, kBwdDkvTiles, kRow>;
+  static constexpr uint32_t kSmemBytes = Base::kOffsetEnd;
+  static_assert(kSmemBytes == Base::kTile.smem_bytes());
   static constexpr bool kRoles = Base::kTile.roles;
   static constexpr uint32_t kPBytes = 4 * 64 * Base::kBlockM;  // of a stage, for roles
   // With keys of its own, a consumer holds a stage while it passes over one that only the other

@@ -144,25 +144,30 @@ class BwdDkvConsumerBase {
   // dV leaves through these keys' rows of K, and dK through those of V, once all warps of the
   // consumer are done with them: where consumers share keys, the one that sums dV alone reads K.
   __device__ __forceinline__ void store_dv(Gradient& acc) const {
-    store(acc, 1.0f, Config::kOffsetK, params.dv, params.dv_strides, params.head_dim_v);
+    store_dv(acc, own_rows(Config::kOffsetK) + warp_in_group() * kWarpRowBytes);
   }
   __device__ __forceinline__ void store_dk(Gradient& acc) const {
-    store(acc, transform.softmax_scale, Config::kOffsetV, params.dk, params.dk_strides,
-          params.head_dim);
+    store_dk(acc, own_rows(Config::kOffsetV) + warp_in_group() * kWarpRowBytes);
+  }
+  // Through kWarpRowBytes of this warp.
+  __device__ __forceinline__ void store_dv(Gradient& acc, uint32_t staging) const {
+    store(acc, 1.0f, staging, params.dv, params.dv_strides, params.head_dim_v);
+  }
+  __device__ __forceinline__ void store_dk(Gradient& acc, uint32_t staging) const {
+    store(acc, transform.softmax_scale, staging, params.dk, params.dk_strides, params.head_dim);
   }
   __device__ __forceinline__ void await_rows() const {
     ptx::named_barrier_sync(kRowsBarrier + consumer, 128);
   }
 
  private:
-  __device__ __forceinline__ void store(Gradient& acc, float factor, uint32_t offset,
+  __device__ __forceinline__ void store(Gradient& acc, float factor, uint32_t staging,
                                         void* gradient, const Strides& strides,
                                         int valid_cols) const {
     Element* to = head_ptr(static_cast<Element*>(gradient), strides, work.batch_idx,
                            work.side_k.start + warp_key0(), work.kv_head_idx);
-    tile::store_rows<Element, 1, kHeadDim>(
-        acc, factor, own_rows(offset) + warp_in_group() * kWarpRowBytes, to, strides.row,
-        work.side_k.length - warp_key0(), valid_cols, lane());
+    tile::store_rows<Element, 1, kHeadDim>(acc, factor, staging, to, strides.row,
+                                           work.side_k.length - warp_key0(), valid_cols, lane());
   }
 
  protected:

@@ -75,7 +75,6 @@ class BwdDkvProducer {
   // Rows behind the sequence get P = 0. And rows of Q and dO that may hold anything become zero.
   __device__ __forceinline__ void read_statistics() {
     const int lane = threadIdx.x % 32;
-    uint32_t landed_phases = 0;  // a bit per stage
     work.for_each_step(kBlockM, [&](int m0, int head) {
       const int s = ring.stage();
       const int64_t offset = work.batch_idx * params.lse_batch_stride +
@@ -120,6 +119,7 @@ class BwdDkvProducer {
   const uint32_t smem;
   const BwdDkvBarriers<Config> barriers;
   RingState<Config::kStages> ring;
+  uint32_t landed_phases = 0;  // of the statistics' warp, a bit per stage
 };
 
 }  // namespace flashattn_ext::sm90

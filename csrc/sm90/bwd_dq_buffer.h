@@ -28,8 +28,10 @@ struct BwdDqBuffer {
         block_floats(block_m * bucket) {}
 
   int64_t bytes(int64_t num_heads_q) const { return 4 * num_heads_q * blocks * block_floats; }
-  // A counter for each block.
-  int64_t turn_bytes(int64_t num_heads_q) const { return 4 * num_heads_q * blocks; }
+  // A counter of tiles, and in order one for each block; a multiple of 16.
+  int64_t counter_bytes(int64_t num_heads_q, bool in_order) const {
+    return (4 + (in_order ? 4 * num_heads_q * blocks : 0) + 15) / 16 * 16;
+  }
 
   // The first block of a sequence, among those of a head.
   FLASHATTN_EXT_HOST_DEVICE static int64_t first_block(bool varlen, int32_t batch_idx,

@@ -7,7 +7,16 @@
 
 namespace flashattn_ext::sm90 {
 
-// Sums dK and dV of 64 keys, and its piece of each step's dQ over both consumers' keys.
+// Where a consumer is in the rings, from tile to tile.
+template <typename Config>
+struct BwdFusedPlace {
+  RingState<Config::kStages> ring;
+  RingState<Config::kDsStages> ds_ring;
+  RingState<Config::kTurnStages> turn_ring;
+  uint32_t kv_phase = 0;
+};
+
+// Sums dK and dV of 64 keys of a tile, and its piece of each step's dQ over both consumers' keys.
 template <typename Config>
 class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   using Base = BwdDkvConsumerBase<Config>;
@@ -16,35 +25,46 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   using Base::work, Base::band, Base::transform, Base::ring, Base::key0, Base::consumer, Base::smem;
   using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
       typename Base::Scores;
-  static constexpr int kBothBarrier = 1, kTurnBarrier = 2, kBothThreads = 128 * Config::kConsumers;
+  static constexpr int kBothBarrier = 1, kTurnBarrier = 2, kOwnBarrier = 4;
+  static constexpr int kBothThreads = 128 * Config::kConsumers;
   // Long blocks leave no registers for P in 16 bits beside dP.
   static constexpr bool kPackLate = kBlockM > 64;
 
  public:
   __device__ __forceinline__ BwdFusedConsumer(const BwdParams& params,
                                               const ScoreTransform& transform,
-                                              const BwdDkvWork& work, const BwdFusedDq& dq,
+                                              const BwdFusedWork& work, const BwdFusedDq& dq,
                                               uint32_t smem, int consumer)
       : Base(params, transform, work, smem, consumer, consumer),
+        fused_work(work),
         dq(dq),
         barriers{smem + Config::kOffsetBarriers},
         block(work.first_block),
         remaining(ptx::uniform(work.num_steps())) {}
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(BwdFusedPlace<Config>& place) {
+    ring = place.ring, ds_ring = place.ds_ring, turn_ring = place.turn_ring;
     tile::clear(acc_dk);
     tile::clear(acc_dv);
     if (remaining > 0) {
-      ptx::mbarrier_wait(barriers.k_full(), 0);
-      ptx::mbarrier_wait(barriers.v_full(), 0);
+      ptx::mbarrier_wait(barriers.k_full(), place.kv_phase);
+      ptx::mbarrier_wait(barriers.v_full(), place.kv_phase);
       zero_tail();
       if (consumer == 1) give_turn();  // the first is that of consumer 0
       walk();
+      this->signal(barriers.kv_empty());
+      place.kv_phase ^= 1;
     }
-    // Both are done with K.
+    // Both are done with dS.
     ptx::named_barrier_sync(kBothBarrier, kBothThreads);
-    this->store_dv(acc_dv);
-    this->store_dk(acc_dk);
+    const int warp = this->warp_in_group();
+    const uint32_t staging = smem + Config::kOffsetScores + warp / 2 * Config::kDsBytes +
+                             consumer * Config::kDsChunkBytes + warp % 2 * Config::kWarpRowBytes;
+    this->store_dv(acc_dv, staging);
+    this->store_dk(acc_dk, staging);
+    // Its warps are done with chunks that the next tile's dS takes.
+    ptx::named_barrier_sync(kOwnBarrier + consumer, 128);
+    place.ring = ring, place.ds_ring = ds_ring, place.turn_ring = turn_ring;
   }
 
  private:
@@ -247,10 +267,8 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     gDq = dq.data + place * dq.buffer.block_floats + consumer * BwdDqBuffer::kPieceFloats +
           4 * (threadIdx.x % 128);
     if constexpr (Config::kInOrder) {
-      const BlockRange keys = band.key_blocks(block * kBlockM, kBlockM, Config::kBlockN);
-      const int n_block = work.n0 / Config::kBlockN;
-      is_first = n_block == keys.begin;
-      is_last = n_block == keys.end - 1;
+      is_first = fused_work.is_first(block);
+      is_last = fused_work.is_last(block);
       put_block = block;
       put_head = head;
     }
@@ -340,6 +358,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::named_barrier_sync(kBothBarrier, kBothThreads);
   }
 
+  const BwdFusedWork& fused_work;
   const BwdFusedDq& dq;
   const BwdFusedBarriers<Config> barriers;
   RingState<Config::kDsStages> ds_ring;

@@ -1,5 +1,5 @@
 // How the CTAs of the Hopper fused backward kernel add to dQ one after the other (kInOrder). Two
-// threads of the producer warpgroup see to it, so that consumers meet nothing but mbarriers.
+// warps of the producer warpgroup see to it, so that consumers meet nothing but mbarriers.
 #pragma once
 
 #include "ptx/reduce.cuh"
@@ -9,63 +9,76 @@
 
 namespace flashattn_ext::sm90 {
 
-// When the CTA may add to a query block's dQ, and that it has. A thread each.
+// When the CTA may add to a query block's dQ, and that it has. A warp each, of which one lane
+// does it.
 template <typename Config>
 class BwdFusedTurns {
   static constexpr int kBlockM = Config::kBlockM;
 
  public:
-  __device__ __forceinline__ BwdFusedTurns(const BwdParams& params, const BwdDkvWork& work,
+  __device__ __forceinline__ BwdFusedTurns(const BwdParams& params, const BwdFusedTiles& tiles,
                                            const BwdFusedDq& dq, uint32_t smem)
       : params(params),
-        work(work),
+        tiles(tiles),
         dq(dq),
         barriers{smem + Config::kOffsetBarriers},
         sum(smem + Config::kOffsetSum),
-        band(params, work.side_q.length, work.side_k.length) {}
+        queue(smem) {}
 
   __device__ __forceinline__ void await() {
-    const int n_block = work.n0 / Config::kBlockN;
-    work.for_each_step(kBlockM, [&](int m0, int head) {
-      const int64_t place = place_of(m0, head);
-      const BlockRange keys = band.key_blocks(m0, kBlockM, Config::kBlockN);
+    for_each_step([&](const BwdFusedWork& work, int m_block, int64_t place) {
       const uint32_t turn = barriers.turn(ring.stage());
-      ptx::wait_for_count(dq.turns + place, n_block - keys.begin);
+      const bool is_first = work.is_first(m_block);
+      if (!is_first) ptx::wait_for_count(dq.turns + place, work.n_block);
       // The parts of the step before have been added, and shared memory is free for another sum;
       // and who tells others of it has seen the last phase of this stage. Fresh barriers let pass.
       ptx::mbarrier_wait(barriers.added(ring.before().stage()), ring.before().phase());
       ptx::mbarrier_wait(barriers.told(ring.stage()), ring.phase() ^ 1);
-      if (n_block > keys.begin && n_block == keys.end - 1) {
+      if (!is_first && work.is_last(m_block)) {
         ptx::fence_proxy_async_global();  // others' additions before the copy engine's reading
         ptx::mbarrier_arrive_expect_tx(turn, Config::kSumBytes);
         ptx::bulk_load(sum, dq.data + place * dq.buffer.block_floats, Config::kSumBytes, turn);
       } else {
         ptx::mbarrier_arrive(turn);
       }
-      ring.advance();
     });
   }
 
   __device__ __forceinline__ void pass_on() {
-    work.for_each_step(kBlockM, [&](int m0, int head) {
+    for_each_step([&](const BwdFusedWork& work, int, int64_t place) {
       ptx::mbarrier_wait(barriers.added(ring.stage()), ring.phase());
-      ptx::red_release_add(dq.turns + place_of(m0, head), 1);
+      ptx::st_release(dq.turns + place, work.n_block + 1);
       ptx::mbarrier_arrive(barriers.told(ring.stage()));
-      ring.advance();
     });
   }
 
  private:
-  __device__ __forceinline__ int64_t place_of(int m0, int head) const {
-    return dq.first_block(params, work, head, kBlockM) + m0 / kBlockM;
+  // Calls f(work, query block, its place in the buffer) for every step of every tile of the CTA.
+  template <typename Function>
+  __device__ __forceinline__ void for_each_step(const Function& f) {
+    for (int tile = queue.next(); tile >= 0; tile = queue.next()) {
+      const auto work = BwdFusedWork::of<Config>(params, tiles, tile);
+      const int head = work.kv_head_idx * work.group_size;
+      int64_t place = dq.first_block(params, work, head, kBlockM);
+      if (threadIdx.x % 32 == 0) {
+        for (int heads = work.group_size; heads > 0; --heads) {
+          for (int m_block = work.blocks.end - 1; m_block >= work.blocks.begin; --m_block) {
+            f(work, m_block, place + m_block);
+            ring.advance();
+          }
+          place += dq.buffer.blocks;
+        }
+      }
+      __syncwarp();  // the next work is not yet this one's
+    }
   }
 
   const BwdParams& params;
-  const BwdDkvWork& work;
+  const BwdFusedTiles& tiles;
   const BwdFusedDq& dq;
   const BwdFusedBarriers<Config> barriers;
   const uint32_t sum;
-  const Band band;
+  BwdFusedQueue<Config> queue;
   RingState<Config::kTurnStages> ring;
 };
 

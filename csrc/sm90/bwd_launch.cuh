@@ -18,12 +18,13 @@
 
 namespace flashattn_ext::sm90 {
 
-// `rows_q`, `rows_k`: of a box of Q and dO, of K and V.
-template <typename Config, typename... More>
-cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdTensorMaps, More...),
-                       const BwdParams& params, const TileOrder& order, int32_t rows_q,
-                       int32_t rows_k, cudaStream_t stream, const More&... more) {
-  if (order.num_tiles() == 0) return cudaSuccess;
+// `tiles`: a TileOrder, or what a kernel takes in its place. `rows_q`, `rows_k`: of a box of Q and
+// dO, of K and V.
+template <typename Config, typename Tiles, typename... More>
+cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, Tiles, BwdTensorMaps, More...),
+                       const BwdParams& params, const Tiles& tiles, int64_t num_ctas,
+                       int32_t rows_q, int32_t rows_k, cudaStream_t stream, const More&... more) {
+  if (num_ctas == 0) return cudaSuccess;
   const int32_t dim = params.head_dim, dim_v = params.head_dim_v;
   BwdTensorMaps maps;
   const std::pair<CUtensorMap*, TensorMapShape> encoded[] = {
@@ -37,16 +38,16 @@ cudaError_t launch_bwd(void (*kernel)(BwdParams, ScoreTransform, TileOrder, BwdT
   }
   const cudaError_t error = allow_smem<Config>(kernel);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<uint32_t>(order.num_tiles()), Config::kNumThreads, Config::kSmemBytes,
-           stream>>>(params, ScoreTransform(params), order, maps, more...);
+  kernel<<<static_cast<uint32_t>(num_ctas), Config::kNumThreads, Config::kSmemBytes, stream>>>(
+      params, ScoreTransform(params), tiles, maps, more...);
   return cudaGetLastError();
 }
 
 template <typename Config>
 cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
   const TileOrder order = make_query_tile_order(params, Config::kBlockM);
-  return launch_bwd<Config>(flash_bwd_dq_sm90_kernel<Config>, params, order, 64, Config::kBlockN,
-                            stream);
+  return launch_bwd<Config>(flash_bwd_dq_sm90_kernel<Config>, params, order, order.num_tiles(), 64,
+                            Config::kBlockN, stream);
 }
 
 // In order and with a mask, CTAs of a head that begin together end one after the other: so many
@@ -58,18 +59,22 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
                              cudaStream_t stream) {
   const BwdDqBuffer buffer(params.cu_seqlens_q != nullptr, params.batch, params.seqlen_q,
                            params.total_q, Config::kBlockM, Config::kHeadDim);
-  const auto clear = [&](void* data, int64_t bytes) {
-    return cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream);
-  };
-  cudaError_t error = Config::kInOrder
-                          ? clear(workspace.turns, buffer.turn_bytes(params.num_heads_q))
-                          : clear(workspace.dq, buffer.bytes(params.num_heads_q));
+  // In order the first to come to a block of dQ stores.
+  void* cleared = workspace.counters;
+  int64_t bytes = buffer.counter_bytes(params.num_heads_q, Config::kInOrder);
+  if constexpr (!Config::kInOrder) {
+    cleared = workspace.dq;
+    bytes += buffer.bytes(params.num_heads_q);
+  }
+  cudaError_t error = cudaMemsetAsync(cleared, 0, static_cast<size_t>(bytes), stream);
   if (error != cudaSuccess) return error;
   const bool masked = params.window_left < kUnlimited || params.window_right < kUnlimited;
   const TileOrder order =
       make_key_tile_order(params, Config::kBlockN, Config::kInOrder && masked ? kLeastHeads : 1);
-  error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params, order, Config::kBlockM,
-                             64, stream, BwdFusedDq{workspace.dq, buffer, workspace.turns});
+  error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params,
+                             BwdFusedTiles{order, workspace.counters}, workspace.num_ctas,
+                             Config::kBlockM, 64, stream,
+                             BwdFusedDq{workspace.dq, buffer, workspace.counters + 1});
   if (error != cudaSuccess || Config::kInOrder) return error;
   const int32_t num_blocks = ceil_div(params.seqlen_q, Config::kBlockM);
   const int64_t grid = static_cast<int64_t>(num_blocks) * params.batch * params.num_heads_q;
@@ -83,8 +88,8 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
 template <typename Config>
 cudaError_t launch_bwd_dkv(const BwdParams& params, cudaStream_t stream) {
   const TileOrder order = make_key_tile_order(params, Config::kBlockN);
-  return launch_bwd<Config>(flash_bwd_dkv_sm90_kernel<Config>, params, order, Config::kBlockM, 64,
-                            stream);
+  return launch_bwd<Config>(flash_bwd_dkv_sm90_kernel<Config>, params, order, order.num_tiles(),
+                            Config::kBlockM, 64, stream);
 }
 
 template <int kBucket>

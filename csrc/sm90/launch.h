@@ -14,10 +14,11 @@ struct FwdSchedule {
   int32_t* tile_counter;  // 4 bytes of this launch; nullptr: every CTA takes every grid-th tile
 };
 
-// What the fused backward needs beside BwdParams (bwd_dq_buffer.h); anything may be in it.
+// What the fused backward needs beside BwdParams (bwd_dq_buffer.h); memory may hold anything.
 struct BwdFusedWorkspace {
-  float* dq;
-  uint32_t* turns;  // of a tile that adds in order
+  int32_t num_ctas;    // at most as many as run at once
+  float* dq;           // BwdDqBuffer::bytes
+  uint32_t* counters;  // BwdDqBuffer::counter_bytes, right behind
 };
 
 cudaError_t run_fwd(const FwdParams& params, const FwdTile& tile, const FwdSchedule& schedule,

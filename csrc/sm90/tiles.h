@@ -89,6 +89,7 @@ struct BwdDkvTile {
 
   static constexpr int32_t consumers = 2;
   constexpr int32_t block_n() const { return roles ? 64 : 64 * consumers; }  // Bc: keys
+  static constexpr bool spare_regs() { return false; }  // of consumers, for the producer
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t num_barriers() const { return 2 + (roles ? 7 : 5) * stages; }
@@ -107,8 +108,9 @@ inline constexpr BwdDkvTile kBwdDkvTiles[] = {
     {192, 64, 2, true},  {256, 64, 2, true},
 };
 
-// Fused kernel: a CTA per (key block, KV head) of one producer warpgroup and two consumers of 64
-// keys each, which also adds what its keys give of dQ to a buffer (bwd_dq_buffer.h).
+// Fused kernel: persistent CTAs of one producer warpgroup and two consumers of 64 keys each, which
+// take tiles (key block, KV head) and also add what their keys give of dQ to a buffer
+// (bwd_dq_buffer.h).
 struct BwdFusedTile {
   int32_t least_head_dim, bucket;  // the larger head dim lies between
   int32_t block_m;                 // Br: query rows
@@ -119,19 +121,20 @@ struct BwdFusedTile {
   int32_t least_keys, least_keys_masked;
 
   static constexpr int32_t consumers = 2;
-  static constexpr int32_t ds_stages = 3, turn_stages = 2;
+  static constexpr int32_t ds_stages = 3, turn_stages = 2, tile_slots = 2;
   constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
+  constexpr bool spare_regs() const { return bucket <= 64; }    // of consumers, for the producer
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t num_barriers() const {
-    return 2 + 5 * stages + ds_stages + (in_order ? 3 * turn_stages : 0);
+    return 3 + 5 * stages + ds_stages + 2 * tile_slots + (in_order ? 3 * turn_stages : 0);
   }
   constexpr int32_t scores_bytes() const {  // dS, and a block of dQ in fp32
     return ds_stages * 2 * block_m * block_n() + (in_order ? 4 * block_m * bucket : 0);
   }
   constexpr int32_t smem_bytes() const {
     return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
-           2 * 4 * stages * block_m + 8 * num_barriers();
+           2 * 4 * stages * block_m + 8 * num_barriers() + 4 * tile_slots;
   }
 };
 

@@ -51,7 +51,6 @@ const HopperTest red_add_v4("ptx.red_add_v4", [] {
 // ---- Turns ----
 
 constexpr int kTurns = 64;  // as many CTAs: fewer than a Hopper GPU has SMs, so all are resident
-constexpr int kWarps = kThreads / 32;
 
 // Long enough that a CTA that did not wait adds first.
 __device__ void dawdle() { __nanosleep(20000); }
@@ -61,7 +60,7 @@ __host__ __device__ int turn_place(uint32_t thread, uint32_t rank) {
   return (thread + 37 * rank) % kThreads;
 }
 
-// One CTA has one turn. `turns` counts the warps whose turn is over. In its turn a thread adds its
+// One CTA has one turn. `turns` counts those that are over. In its turn a thread adds its
 // four of `addends` (kTurns, kThreads, 4) to those of its place in `sums`, and reads and writes its
 // place in `chains`.
 __global__ void turns_kernel(int multiplier, const float* addends, float* sums, uint32_t* chains,
@@ -70,15 +69,15 @@ __global__ void turns_kernel(int multiplier, const float* addends, float* sums, 
   const int place = turn_place(threadIdx.x, rank);
   float x[4];
   for (int e = 0; e < 4; ++e) x[e] = addends[(kThreads * rank + threadIdx.x) * 4 + e];
-  ptx::wait_for_count(turns, kWarps * rank);  // the turns before this one are over
+  ptx::wait_for_count(turns, rank);  // the turns before this one are over
   if (rank % 4 == 0) dawdle();
   ptx::red_add_v4(sums + 4 * place, x);
   chains[place] = 3 * chains[place] + rank;
-  __syncwarp();  // all lanes have added: lane 0 releases what they did
-  if (threadIdx.x % 32 == 0) ptx::red_release_add(turns, 1);
+  __syncthreads();  // all threads have added: thread 0 releases what they did
+  if (threadIdx.x == 0) ptx::st_release(turns, rank + 1);
 }
 
-const HopperTest turns("ptx.red_release_add.turns", [] {
+const HopperTest turns("ptx.st_release.turns", [] {
   // Thirds, so that additions round and another order has other sums. A chain, modulo 2^32, never
   // forgets an exchange: its factor is odd.
   auto addends = random_integers<float>(kTurns * kThreads * 4, -1000000, 1000000, 1);
@@ -101,7 +100,7 @@ const HopperTest turns("ptx.red_release_add.turns", [] {
     const DeviceBuffer<uint32_t> gChains(chains_start), gTurns(std::vector<uint32_t>{0});
     launch({kTurns, kThreads}, turns_kernel, multiplier, gAddends.data(), gSums.data(),
            gChains.data(), gTurns.data());
-    check_equal(gTurns.to_host(), {kWarps * kTurns}, 1, "turns that are over, times warps");
+    check_equal(gTurns.to_host(), {kTurns}, 1, "turns that are over");
     check_equal(gChains.to_host(), chains, 32, "chains (place / 32, place % 32)");
     check_equal(gSums.to_host(), sums, 4, "sums (place, e)");
   }
