@@ -194,8 +194,9 @@ Reason choose_fused_bwd(const Problem& problem, const DeviceInfo& device, bool b
   plan.dq_buffer_bytes = buffer.bytes(problem.num_heads_q);
   plan.counter_bytes = buffer.counter_bytes(problem.num_heads_q, tile->in_order);
   plan.workspace_bytes = plan.dq_buffer_bytes + plan.counter_bytes + 2 * row_stats_bytes(problem);
-  plan.num_ctas =
-      static_cast<int32_t>(std::min<int64_t>(fused_blocks(problem, *tile), device.num_sms));
+  const int64_t tiles = fused_blocks(problem, *tile);
+  const int64_t most_ctas = tile->in_order ? kMaxGrid : device.num_sms;
+  plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
   plan.workspace_formula =
       problem.varlen
           ? "num_heads_q * (8 * total_q + 4 * bucket * Br * (total_q / Br + batch)), and counters"
@@ -203,7 +204,7 @@ Reason choose_fused_bwd(const Problem& problem, const DeviceInfo& device, bool b
             "counters";
   // A CTA may draw one number too many.
   return reject_grid(
-      std::max({fused_blocks(problem, *tile) + plan.num_ctas, convert_blocks(problem, *tile),
+      std::max({tiles + device.num_sms, convert_blocks(problem, *tile),
                 grid_blocks(problem, problem.seqlen_q, problem.num_heads_q, smxx::kDeltaRows)}));
 }
 

@@ -1,12 +1,11 @@
 // The buffer in which the fused backward kernel sums dQ: fp32, in the order in which accumulators
-// hold it, so that a lane adds 16 bytes at a time and a warp whole lines. Plain host and device
-// C++.
+// hold it, so that a lane adds 16 bytes and a warp whole lines. Plain host and device C++.
 //
-// A query block of Br rows is Br * bucket / 4096 pieces of 64 x 64: 64 columns for 64 rows, one
-// piece after the other, rows by rows. A piece is eight groups of eight columns; a group is a
-// float4 per thread of a warpgroup, what wgmma leaves it of these columns. (query head, block,
-// piece) are contiguous, blocks being those of all sequences: a packed one starts at block start /
-// Br + its index, which leaves room for every sequence's last, partial block.
+// A query block of Br rows is Br * bucket / 4096 pieces of 64 rows and 64 columns. A piece is eight
+// groups of eight columns; a group is a float4 per thread of a warpgroup, what wgmma leaves it of
+// these columns. (query head, block, piece) are contiguous, blocks being those of all sequences:
+// a packed one begins at block start / Br + index, which leaves room for the last, partial block of
+// every sequence.
 #pragma once
 
 #include <cstdint>

@@ -72,9 +72,8 @@ struct BwdFusedBarriers : BwdDkvBarriers<Config> {
   }
 };
 
-// Which tiles there are, and how they reach the CTAs: a CTA draws its next number when it has
-// loaded a tile. Numbers are drawn in order, the first one too, so that whoever holds one is
-// running.
+// Which tiles there are, and the counter they are drawn from, a CTA's next one when it has loaded
+// one; with kInOrder a CTA has the tile of its number.
 struct BwdFusedTiles {
   TileOrder order;
   uint32_t* counter;  // 0 at the launch

@@ -2,20 +2,21 @@
 // their keys give of dQ to a buffer in fp32 (bwd_dq_buffer.h). S and dP are computed once: five
 // products instead of the seven of two kernels.
 //
-// Grid:   at most as many CTAs as run at once, one-dimensional. Tiles (key block, KV head) in the
-//         order of attention/tile_order.h; a CTA draws its first and every further one from a
-//         counter. K and V of the next are on their way while dK and dV of one leave through dS.
-//         Without a mask each tile of a head starts at another query block, so that they add to
-//         different places of the buffer, which was zero; bwd_dq_convert.cuh makes dQ of it. With
-//         kInOrder they come to each query block one after the other, from the first key block to
-//         the last: the first stores, others add, and the last makes dQ of the sum. Numbers are
-//         drawn in that order, so none waits for one that nobody has; and tiles go from the last
-//         query block to the first, so that those of a causal problem, too, meet where they begin.
-// Roles:  warpgroup 0: the loader (warp 0) and the reader of row statistics (warp 1), of which one
-//         tile's work is that of the dK/dV kernel with 64 keys to a consumer. With kInOrder warps 2
-//         and 3 wait for other CTAs and tell them (bwd_fused_turns.cuh). Warpgroups 1 and 2, the
-//         consumers (bwd_fused_consumer.cuh), take turns: one queues its products of a step while
-//         the other forms P and dS.
+// Grid:   one-dimensional. Tiles (key block, KV head) in the order of attention/tile_order.h.
+//         At most as many CTAs as run at once, which draw tiles from a counter: K and V of the next
+//         are on their way while dK and dV of one leave through dS. Without a mask each tile of a
+//         head starts at another query block, so that they add to different places of the buffer,
+//         which was zero; bwd_dq_convert.cuh makes dQ of it.
+//         With kInOrder a CTA per tile. They come to each query block one after the other, from the
+//         first key block to the last: the first stores, others add, and the last makes dQ of the
+//         sum. CTAs start in the order of the grid, so none waits for one that cannot start before
+//         it ends; and they go from the last query block to the first, so that those of a causal
+//         problem, too, meet where they begin. (Drawn ahead, tiles would keep others waiting.)
+// Roles:  warpgroup 0: the loader (warp 0) and the reader of row statistics (warp 1), both those of
+//         the dK/dV kernel, tile after tile. With kInOrder warps 2 and 3 wait for other CTAs and
+//         tell them (bwd_fused_turns.cuh). Warpgroups 1 and 2, the consumers, have 64 keys each and
+//         take turns: one queues its products of a step while the other forms P and dS
+//         (bwd_fused_consumer.cuh).
 // Shared: that of the dK/dV kernel, and three stages of dS, rows being queries: dQ needs the keys
 //         of both consumers. Consumer w computes the w-th piece of 64 x 64 of a step's dQ a step
 //         later, when both halves of dS have been there for a while. With kInOrder a block of the
@@ -58,10 +59,13 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const BwdTen
   auto work = BwdFusedWork::of<Config>(params, tiles, 0);
   BwdDkvProducer<Config> producer(params, maps, work, smem);
   uint32_t kv_phase = 0;
-  for (;;) {
+  const int num_tiles = static_cast<int>(tiles.order.num_tiles());
+  const auto draw = [&] {
     const int drawn = leads ? static_cast<int>(atomicAdd(tiles.counter, 1u)) : 0;
-    const int tile = __shfl_sync(0xffffffffu, drawn, 0);
-    if (tile >= tiles.order.num_tiles()) break;
+    return __shfl_sync(0xffffffffu, drawn, 0);
+  };
+  for (int tile = Config::kInOrder ? blockIdx.x : draw(); tile < num_tiles;
+       tile = Config::kInOrder ? num_tiles : draw()) {
     work = BwdFusedWork::of<Config>(params, tiles, tile);
     if (leads) queue.push(tile);
     if (work.num_steps() == 0) continue;

@@ -108,9 +108,8 @@ inline constexpr BwdDkvTile kBwdDkvTiles[] = {
     {192, 64, 2, true},  {256, 64, 2, true},
 };
 
-// Fused kernel: persistent CTAs of one producer warpgroup and two consumers of 64 keys each, which
-// take tiles (key block, KV head) and also add what their keys give of dQ to a buffer
-// (bwd_dq_buffer.h).
+// Fused kernel: CTAs of one producer warpgroup and two consumers of 64 keys each, which take tiles
+// (key block, KV head) and also add what their keys give of dQ to a buffer (bwd_dq_buffer.h).
 struct BwdFusedTile {
   int32_t least_head_dim, bucket;  // the larger head dim lies between
   int32_t block_m;                 // Br: query rows
@@ -140,9 +139,9 @@ struct BwdFusedTile {
 
 // Measurements: docs/tuning.md.
 inline constexpr BwdFusedTile kBwdFusedTiles[] = {
-    {8, 64, 128, 2, false, 6000, 1500},
+    {8, 64, 128, 2, false, 1500, 1500},
     {8, 64, 128, 2, true, 0, 0},
-    {97, 128, 64, 3, false, 768, 1200},
+    {97, 128, 64, 3, false, 768, 768},
     {97, 128, 64, 2, true, 0, 0},
 };
 
