@@ -1,6 +1,6 @@
 """Runs tests and benchmarks on the GPU and appends what they said as records.
 
-    python -m benchmarks.record --tests --sanitizer --bench --overhead --memory --growth
+    python -m benchmarks.record --tests --sanitizer --bench --overhead --memory --growth --training
     python -m benchmarks.record --bench --budget-s 90 --plan sm80 --commit <hash> --out run.jsonl
 
 The forward's records, each command within ten minutes, its options those of `bench_attention`:
@@ -42,7 +42,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench_attention, bench_growth, bench_memory, bench_overhead, records
+from benchmarks import (
+    bench_attention,
+    bench_growth,
+    bench_memory,
+    bench_overhead,
+    bench_training,
+    records,
+)
 from benchmarks.records import REPOSITORY, Environment
 
 # Only the library's kernels are instrumented: torch's own would cost minutes and prove nothing.
@@ -164,12 +171,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overhead", action="store_true", help="host cost per call")
     parser.add_argument("--memory", action="store_true", help="peak extra memory")
     parser.add_argument("--growth", action="store_true", help="the forward's worst case")
+    parser.add_argument("--training", action="store_true", help="a model's step beside SDPA's")
     parser.add_argument("--out", type=Path, default=None, help="instead of the day's results file")
     parser.add_argument("--commit", default=None, help="where git cannot be asked")
     parser.add_argument("--pytest-args", default="", help='more for pytest, such as "-x -n 4"')
     bench_attention.add_arguments(parser)
     chosen = parser.parse_args(arguments)
-    parts = ("tests", "sanitizer", "bench", "overhead", "memory", "growth")
+    parts = ("tests", "sanitizer", "bench", "overhead", "memory", "growth", "training")
     if not any(getattr(chosen, part) for part in parts):
         parser.error("nothing to do: give one or more of --tests --sanitizer --bench ...")
     return chosen
@@ -186,6 +194,7 @@ def main() -> int:
         (chosen.overhead, bench_overhead.measure),
         (chosen.memory, bench_memory.measure),
         (chosen.growth, bench_growth.measure),
+        (chosen.training, bench_training.measure),
         (chosen.bench, lambda: bench_attention.run_from(chosen)),
     ]
     found: list[str] = []

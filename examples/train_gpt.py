@@ -141,6 +141,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float(), batch.targets.flatten())
 
 
+def text() -> bytes:
+    return "\n\n".join(pydoc_data.topics.topics.values()).encode()
+
+
 def dense_batches(text: bytes, config: Config, seed: int) -> Iterator[Batch]:
     """Windows of `context` bytes from random places."""
     generator = torch.Generator().manual_seed(seed)
@@ -186,20 +190,21 @@ def train(attention: Attention, config: Config, args: argparse.Namespace, stop: 
     model = GPT(config).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=args.steps)
-    text = "\n\n".join(pydoc_data.topics.topics.values()).encode()
-    batches = (packed_batches if args.varlen else dense_batches)(text, config, args.seed)
+    forward = torch.compile(model) if args.compile else model
+    batches = (packed_batches if args.varlen else dense_batches)(text(), config, args.seed)
     losses, started = [], time.perf_counter()
     for step in range(1, stop + 1):
         batch = next(batches).to(args.device)
         with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
-            loss = model(batch, attention)
+            loss = forward(batch, attention)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        show_progress(step, stop, losses[-1], started)
+        if not args.quiet:
+            show_progress(step, stop, losses[-1], started)
     return losses
 
 
@@ -237,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text")
     parser.add_argument("--varlen", action="store_true", help="packed paragraphs, no padding")
+    parser.add_argument("--compile", action="store_true", help="the model through torch.compile")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(arguments)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = GPU if args.device == "cuda" else CPU

@@ -15,6 +15,7 @@ from benchmarks import (
     bench_growth,
     bench_memory,
     bench_overhead,
+    bench_training,
     comparison,
     flops,
     problems,
@@ -22,6 +23,7 @@ from benchmarks import (
     timing,
 )
 from benchmarks.baselines import IMPLEMENTATIONS, Unavailable
+from examples import train_gpt
 
 
 @pytest.mark.parametrize(
@@ -328,6 +330,18 @@ def test_logits_climb_towards_the_first_key():
     logits = (q[0, :, 0] @ k[0, :, 0].T / math.sqrt(64)).mean(0)
     expected = (256 - torch.arange(256.0, dtype=torch.float64)) * 20 / 128
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=0.1)
+
+
+def test_a_training_step(call_once):
+    config = dataclasses.replace(train_gpt.CPU, layers=1, heads_k=4, context=48, tokens=192)
+    step, loss = bench_training.measure(
+        config, "cpu", peers=("sdpa_flash",), modes=(False,), steps=train_gpt.TAIL + 5
+    )
+    assert (step["claim"], step["value"]) == ("training_step_eager", 1.0)
+    assert set(step["milliseconds"]) == {"flashattn_ext", "sdpa_flash"}
+    assert loss["claim"] == "training_loss_eager"
+    assert loss["value"] < 1e-4  # in fp32
+    assert {step["verdict"], loss["verdict"]} == {"yes"}
 
 
 def test_a_wrong_result_on_growing_logits_has_no_price(call_once, monkeypatch):
