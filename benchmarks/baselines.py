@@ -72,7 +72,9 @@ def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def make_flashattn_ext(problem: Problem, plan: str | None = None) -> Attend:
+def make_flashattn_ext(
+    problem: Problem, plan: str | None = None, deterministic: bool = False
+) -> Attend:
     import flashattn_ext
 
     options: dict[str, Any] = {"causal": problem.causal}  # no more than needed: see bench_overhead
@@ -80,6 +82,8 @@ def make_flashattn_ext(problem: Problem, plan: str | None = None) -> Attend:
         options["window_size"] = problem.window
     if plan is not None:
         options["plan"] = plan
+    if deterministic:
+        options["deterministic"] = True
     if problem.lengths:
         longest = max(problem.lengths)
 

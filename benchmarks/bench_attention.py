@@ -7,8 +7,8 @@
 Shapes: 16,384 tokens, heads = 2048 / head_dim, standard normal inputs; `problems.CASES` has the
 others. Every implementation is first compared with fp64 on one head of one sequence, then timed
 (`timing.py`); the printed ratio is the baseline's time over ours, so above 1 is faster. Several
-plans of ours take turns with the peers in one run; a forced one that would launch what an earlier
-one launches is not timed twice.
+plans of ours take turns with the peers in one run ("deterministic" is the default with that
+argument); one that would launch what an earlier one launches is not timed twice.
 """
 
 import argparse
@@ -24,7 +24,14 @@ import torch
 
 from benchmarks import flops, problems, timing
 from benchmarks.baselines import IMPLEMENTATIONS, Attend, Implementation, Unavailable
-from benchmarks.comparison import DEFAULT_PLAN, OURS, label_of, print_summary, ratios
+from benchmarks.comparison import (
+    DEFAULT_PLAN,
+    DETERMINISTIC,
+    OURS,
+    label_of,
+    print_summary,
+    ratios,
+)
 from benchmarks.problems import Inputs, Problem
 
 HEAD_DIMS = (64, 128, 256)
@@ -62,6 +69,13 @@ def suite(
     return cells
 
 
+def options_of(asked_plan: str) -> dict[str, Any]:
+    """The keyword arguments behind a plan's name on the command line; "" for a baseline."""
+    if asked_plan == DETERMINISTIC:
+        return {"deterministic": True}
+    return {} if asked_plan in ("", DEFAULT_PLAN) else {"plan": asked_plan}
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """An implementation, ready to run one problem, that has been found right."""
@@ -77,9 +91,9 @@ class Candidate:
         return self.implementation.name
 
     @property
-    def forced(self) -> str | None:
-        """The kernel family that is forced, if any."""
-        return None if self.asked_plan in ("", DEFAULT_PLAN) else self.asked_plan
+    def options(self) -> dict[str, Any]:
+        """What is asked of the library beside the problem."""
+        return options_of(self.asked_plan)
 
     @property
     def label(self) -> str:
@@ -121,19 +135,17 @@ def relative_errors(
     return {"fwd": errors[0], **({"bwd": max(errors[1:])} if backward else {})}
 
 
-def _plan_of(problem: Problem, inputs: Inputs, op: str, plan: str | None) -> tuple[str, str]:
+def _plan_of(problem: Problem, inputs: Inputs, op: str, asked: dict[str, Any]) -> tuple[str, str]:
     """The family that runs and the plan's text, from `explain`."""
     import flashattn_ext
 
-    options: dict[str, Any] = {"causal": problem.causal, "window_size": problem.window}
+    options = {"causal": problem.causal, "window_size": problem.window, **asked}
     if problem.lengths:
         longest = max(problem.lengths)
         options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    chosen = flashattn_ext.explain(
-        inputs.q, inputs.k, inputs.v, **options, plan=plan, backward=op == "bwd"
-    )
-    return chosen.family or "", chosen.summary
+    chosen = flashattn_ext.explain(inputs.q, inputs.k, inputs.v, **options, backward=op == "bwd")
+    return chosen.family or "", f"{chosen.summary}, {len(chosen.kernels)} kernels"
 
 
 @functools.cache
@@ -167,9 +179,8 @@ def _checked(
 ) -> Candidate | None:
     """`name` ready to run, or None where a baseline cannot or is wrong; ours raises then."""
     implementation = IMPLEMENTATIONS[name]
-    forced = {} if asked_plan in ("", DEFAULT_PLAN) else {"plan": asked_plan}
     try:
-        attend = implementation.make(problem, **forced)
+        attend = implementation.make(problem, **options_of(asked_plan))
         arranged = implementation.arrange(inputs)
         errors = relative_errors(problem, implementation, attend, arranged, references, ops)
     except (Unavailable, RuntimeError) as reason:
@@ -208,7 +219,7 @@ def measure(
         timed = []
         for candidate in candidates:
             if candidate.name == OURS:
-                plan = _plan_of(problem, inputs, op, candidate.forced)
+                plan = _plan_of(problem, inputs, op, candidate.options)
                 if plan in launched.values():
                     continue
                 launched[candidate.label] = plan
@@ -233,7 +244,8 @@ def _line(
         "family": family,
         "asked_plan": candidate.asked_plan,
         **problem.fields(),
-        "deterministic": candidate.implementation.deterministic,
+        "deterministic": candidate.implementation.deterministic
+        or candidate.asked_plan == DETERMINISTIC,
         "ms": time_.median,
         "ms_low": time_.low,
         "ms_high": time_.high,
@@ -321,7 +333,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan",
         type=_plans,
         default=(DEFAULT_PLAN,),
-        help='plans of ours, comma separated: "default" or a kernel family, such as "sm80"',
+        help='plans of ours, comma separated: "default", "deterministic" (the default with that '
+        'argument) or a kernel family, such as "sm80"',
     )
     parser.add_argument("--head-dims", type=_numbers, default=HEAD_DIMS)
     parser.add_argument("--seqlens", type=_numbers, default=None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 OURS = "flashattn_ext"
 DEFAULT_PLAN = "default"
+DETERMINISTIC = "deterministic"  # stands for a plan: the default's with deterministic=True
 PORTABLE = "sm80"
 LABELS = {
     "flashattn_ext": "flashattn_ext",

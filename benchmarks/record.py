@@ -17,7 +17,7 @@ against.
 
 The backward's:
 
-    python -m benchmarks.record --bench --ops bwd --plan default,sm80 --budget-s 500 \\
+    python -m benchmarks.record --bench --ops bwd --plan default,deterministic --budget-s 500 \\
         --cases dense,gqa_32_8 --impls flashattn_ext,sdpa_flash,sdpa_cudnn,fa3,fa4,fa4_deterministic
     python -m benchmarks.record --bench --ops bwd --budget-s 300 --cases window_128,mla_192_128 \\
         --impls flashattn_ext,sdpa_cudnn,flex,fa3,fa4

@@ -201,11 +201,29 @@ def test_a_plan_that_launches_the_same_is_not_timed_twice(call_once):
     ]
 
 
+def test_the_deterministic_form_is_timed_where_it_launches_something_else(call_once, monkeypatch):
+    """By its own name among the plans; a forward launches what the default does."""
+
+    def plan_of(problem, inputs, op, asked):
+        assert asked in ({}, {"deterministic": True})
+        return "sm90_fused", f"{len(asked) if op == 'bwd' else 0}"
+
+    monkeypatch.setattr(bench_attention, "_plan_of", plan_of)
+    lines = bench_attention.measure(
+        SMALL, ("flashattn_ext",), plans=("default", "deterministic"), device="cpu"
+    )
+    assert [(line["op"], line["asked_plan"], line["deterministic"]) for line in lines] == [
+        ("fwd", "default", False),
+        ("bwd", "default", False),
+        ("bwd", "deterministic", True),
+    ]
+
+
 def test_two_families_in_one_run(call_once, monkeypatch, capsys):
     families = {(None, "fwd"): "sm90", ("spec", "fwd"): "sm80"}  # "spec" stands for a forced family
 
-    def plan_of(problem, inputs, op, forced):
-        family = families.get((forced, op), "sm80")
+    def plan_of(problem, inputs, op, asked):
+        family = families.get((asked.get("plan"), op), "sm80")
         return family, f"{family} {op}"
 
     monkeypatch.setattr(bench_attention, "_plan_of", plan_of)
