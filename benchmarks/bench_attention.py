@@ -91,11 +91,6 @@ class Candidate:
         return self.implementation.name
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What is asked of the library beside the problem."""
-        return options_of(self.asked_plan)
-
-    @property
     def label(self) -> str:
         return label_of({"impl": self.name, "asked_plan": self.asked_plan})
 
@@ -219,7 +214,7 @@ def measure(
         timed = []
         for candidate in candidates:
             if candidate.name == OURS:
-                plan = _plan_of(problem, inputs, op, candidate.options)
+                plan = _plan_of(problem, inputs, op, options_of(candidate.asked_plan))
                 if plan in launched.values():
                     continue
                 launched[candidate.label] = plan

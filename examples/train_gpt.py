@@ -208,13 +208,17 @@ def train(attention: Attention, config: Config, args: argparse.Namespace, stop: 
     return losses
 
 
-def same_losses(fused: list[float], unfused: list[float], config: Config) -> bool:
+def largest_difference(fused: list[float], unfused: list[float], config: Config) -> float:
+    """Relative: of each step that both have or, without compared_steps, of the last ones' mean."""
     if config.compared_steps is None:
-        what = f"the mean of the last {TAIL}"
         fused, unfused = [fmean(fused[-TAIL:])], [fmean(unfused[-TAIL:])]
-    else:
-        what = f"each of the first {len(unfused)}"
-    worst = max(abs(a - b) / b for a, b in zip(fused, unfused, strict=False))
+    return max(abs(a - b) / b for a, b in zip(fused, unfused, strict=False))
+
+
+def same_losses(fused: list[float], unfused: list[float], config: Config) -> bool:
+    steps = config.compared_steps is not None
+    what = f"each of the first {len(unfused)}" if steps else f"the mean of the last {TAIL}"
+    worst = largest_difference(fused, unfused, config)
     same = worst <= config.tolerance
     print(f"fused and unfused losses, {what}: largest relative difference {worst:.1e}, allowed "
           f"{config.tolerance:.0e}: {'same' if same else 'DIFFERENT'}")  # fmt: skip

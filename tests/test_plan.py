@@ -61,9 +61,8 @@ def test_head_dims_of_k_and_v_share_the_bucket_of_the_larger(family):
     assert explain_shape(dim=128, dim_v=8, plan=family).kernels == square.kernels
     assert explain_shape(dim=104, plan=family).kernels == square.kernels
     assert explain_shape(dim=64, plan=family).kernels != square.kernels
-    if (
-        family == "sm80"
-    ):  # the others store 96 columns as two chunks of 64: nothing explain could tell
+    # The others store 96 columns as two chunks of 64: nothing that explain could tell.
+    if family == "sm80":
         assert explain_shape(dim=96, plan=family).kernels != square.kernels
 
 

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "attention/divisor.h"
+
 namespace flashattn_ext {
 
 enum class Dtype : int32_t { kFloat16 = 0, kBFloat16 = 1 };
@@ -63,6 +65,11 @@ struct FwdParams {
 
   Dtype dtype = Dtype::kBFloat16;
 };
+
+// Some query may see less than every key of its sequence.
+FLASHATTN_EXT_HOST_DEVICE inline bool is_masked(const FwdParams& p) {
+  return p.window_left < kUnlimited || p.window_right < kUnlimited;
+}
 
 // The backward reads the forward's tensors (FwdParams::out and lse are inputs here).
 struct BwdParams : FwdParams {

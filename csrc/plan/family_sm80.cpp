@@ -112,6 +112,7 @@ const Family kSm80Family = {
     .name = "sm80",
     .summary = "portable kernels: cp.async, ldmatrix, mma.sync",
     .on_cuda = true,
+    .forward_by_name_only = false,
     .choose = choose,
     .kernels = kernels,
 };

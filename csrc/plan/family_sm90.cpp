@@ -302,6 +302,7 @@ const Family kSm90FusedFamily = {
     .name = "sm90_fused",
     .summary = "Hopper backward in one kernel: five products, dQ summed in an fp32 buffer",
     .on_cuda = true,
+    .forward_by_name_only = true,
     .choose = choose_fused,
     .kernels = kernels,
 };
@@ -310,6 +311,7 @@ const Family kSm90Family = {
     .name = "sm90",
     .summary = "Hopper kernels: TMA, wgmma, warp specialisation",
     .on_cuda = true,
+    .forward_by_name_only = false,
     .choose = choose,
     .kernels = kernels,
 };

@@ -15,6 +15,7 @@ const Family kSpecFamily = {
     .name = "spec",
     .summary = "the executable specification in plain torch",
     .on_cuda = false,
+    .forward_by_name_only = false,
     .choose = choose,
     .kernels = kernels,
 };

@@ -50,6 +50,7 @@ Reason reject(const Family& family, const Problem& problem, const DeviceInfo& de
 Plan make_plan(const Problem& problem, const DeviceInfo& device, std::string_view forced) {
   for (const Family* family : families()) {
     if (!forced.empty() && forced != family->name) continue;
+    if (forced.empty() && problem.op == Op::kForward && family->forward_by_name_only) continue;
     Plan plan;
     if (choose(*family, problem, device, !forced.empty(), plan)) continue;
     plan.family = family;

@@ -40,6 +40,7 @@ struct Family {
   const char* name;
   const char* summary;
   bool on_cuda;
+  bool forward_by_name_only;  // it is another family's; without the name nobody need ask for it
   // Objects, or fills in the plan's tiles, copies and workspace. `by_name`: the caller named this
   // family, which then objects only to what it cannot run.
   Reason (*choose)(const Problem& problem, const DeviceInfo& device, bool by_name, Plan& plan);

@@ -133,6 +133,17 @@ class BwdDkvConsumerBase {
     }
   }
 
+  // The same from P of this consumer, in `s`; with kPackLate `p` becomes P in 16 bits as well.
+  template <bool kPackLate>
+  __device__ __forceinline__ void form_own_ds(Fragments& ds, Fragments& p, const Scores& s,
+                                              const float (&dp)[kMTiles][4], int stage) const {
+    form_ds(ds, dp, stage, [&](int j, float(&x)[4]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = s[0][j][e];
+      if constexpr (kPackLate) pack(p, j, x);
+    });
+  }
+
   // Starts scores (64 keys, kBlockM queries) = rows of K or V times the stage's Q or dO.
   __device__ __forceinline__ void start_scores(float (&acc)[kMTiles][4], uint32_t offset,
                                                uint32_t queries) const {
@@ -255,11 +266,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
       more = next_own();
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dp);
-      this->form_ds(ds, acc_dp, stage, [&](int j, float(&x)[4]) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = acc_s[0][j][e];
-        if constexpr (kPackLate) this->pack(p, j, x);
-      });
+      this->template form_own_ds<kPackLate>(ds, p, acc_s, acc_dp, stage);
       if constexpr (!kInPlace) start_dv();
       start_wz<Element>(acc_dk[0], ds, sQ(stage), Config::kQChunkBytes);
       // Behind the last block of whatever lies there, and nobody reads it.

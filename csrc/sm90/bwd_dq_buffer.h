@@ -17,10 +17,9 @@ namespace flashattn_ext::sm90 {
 struct BwdDqBuffer {
   static constexpr int32_t kPieceFloats = 64 * 64;
 
-  int64_t blocks = 0;  // of a query head
-  int32_t block_floats = 0;
+  int64_t blocks;  // of a query head
+  int32_t block_floats;
 
-  BwdDqBuffer() = default;
   BwdDqBuffer(bool varlen, int64_t batch, int64_t seqlen_q, int64_t total_q, int32_t block_m,
               int32_t bucket)
       : blocks(varlen ? total_q / block_m + batch : batch * ((seqlen_q + block_m - 1) / block_m)),

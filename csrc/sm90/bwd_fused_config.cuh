@@ -127,7 +127,6 @@ struct BwdFusedWork : BwdDkvWork {
     const TileOrder::Tile tile = tiles.order.tile(tile_idx);
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
     BwdFusedWork work{BwdDkvWork(params, tile, kBlockM, kBlockN), tile.block};
-    const bool masked = params.window_left < kUnlimited || params.window_right < kUnlimited;
     if (work.n0 >= work.side_k.length) work.blocks = {0, 0};
     if constexpr (Config::kInOrder) {
       work.go_down();
@@ -139,7 +138,7 @@ struct BwdFusedWork : BwdDkvWork {
           work.n0 + kBlockN >= work.side_k.length || behind.end <= behind.begin;
       work.first_from = ptx::uniform(none_before ? 0 : before.end);
       work.last_below = ptx::uniform(none_behind ? INT32_MAX : behind.begin);
-    } else if (!masked) {
+    } else if (!is_masked(params)) {
       work.spread(tile.block, tiles.order.num_blocks);
     }
     return work;

@@ -20,7 +20,7 @@ struct BwdFusedPlace {
 template <typename Config>
 class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   using Base = BwdDkvConsumerBase<Config>;
-  using Base::kBlockM, Base::kMTiles, Base::kHeadDim;
+  using Base::kBlockM, Base::kMTiles;
   using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
   using Base::work, Base::band, Base::transform, Base::ring, Base::key0, Base::consumer, Base::smem;
   using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
@@ -131,11 +131,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::mbarrier_wait(barriers.ds_full(ds_ring.before().stage()), ds_ring.before().phase());
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_dp);
-    this->form_ds(ds, acc_dp, stage, [&](int j, float(&x)[4]) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = acc_s[0][j][e];
-      if constexpr (kPackLate) this->pack(p, j, x);
-    });
+    this->template form_own_ds<kPackLate>(ds, p, acc_s, acc_dp, stage);
     store_ds(ds);
 
     take_turn();
