@@ -140,7 +140,8 @@ def _plan_of(problem: Problem, inputs: Inputs, op: str, asked: dict[str, Any]) -
         options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     chosen = flashattn_ext.explain(inputs.q, inputs.k, inputs.v, **options, backward=op == "bwd")
-    return chosen.family or "", f"{chosen.summary}, {len(chosen.kernels)} kernels"
+    order = "" if chosen.deterministic else ", dq in no fixed order"
+    return chosen.family or "", f"{chosen.summary}, {len(chosen.kernels)} kernels{order}"
 
 
 @functools.cache

@@ -97,6 +97,7 @@ class Plan:
     copies: tuple[str, ...]  # inputs whose layout makes a contiguous copy necessary
     window: tuple[int, int]  # (left, right) after causal and lengths are taken in; -1 unlimited
     empty: bool  # nothing to compute: the outputs are filled
+    deterministic: bool  # the results are the same bits in every run
     workspace_bytes: int  # beside outputs and copies
     workspace_formula: str  # "" where the workspace is empty
 
@@ -120,6 +121,8 @@ class Plan:
         lines += [f"  {kernel}" for kernel in self.kernels]
         if self.empty:
             lines.append("  nothing to compute: the outputs are filled")
+        if not self.deterministic:
+            lines.append("  dq is summed in no fixed order: deterministic=True makes it repeatable")
         if self.device.is_cuda:
             formula = f" = {self.workspace_formula}" if self.workspace_formula else ""
             lines.append(f"  workspace: {self.workspace_bytes} bytes{formula}")
@@ -222,6 +225,7 @@ def explain(
         copies=tuple(native.copies),
         window=native.window,
         empty=native.empty,
+        deterministic=native.deterministic,
         workspace_bytes=native.workspace_bytes,
         workspace_formula=native.workspace_formula,
     )

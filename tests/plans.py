@@ -32,6 +32,22 @@ def explain_shape(
     )
 
 
+def first_unordered_length(**options):
+    """The shortest problem whose backward sums dq in no fixed order."""
+
+    def ordered(length):
+        shape = {"seqlen_q": length, "seqlen_k": length} | options
+        return explain_shape(**shape, backward=True).deterministic
+
+    low, high = 64, 2**20
+    assert ordered(low)
+    assert not ordered(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if ordered(middle) else (low, middle)
+    return high
+
+
 def native_problem(**sizes):
     problem = NATIVE.Problem()
     defaults = {"batch": 1, "num_heads_q": 1, "num_heads_k": 1, "head_dim": 64, "head_dim_v": 64}

@@ -6,6 +6,7 @@ import harness
 import pytest
 import torch
 from cases import Case, Options, VarlenCase, make_tensors, make_varlen_tensors
+from plans import first_unordered_length
 
 from flashattn_ext import explain, flash_attn_func
 
@@ -85,15 +86,15 @@ def assert_repeats(x, options, names, first=None, plan=None):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_hundred_runs(head_dim, causal, switch):
     """Of a length at which CTAs add to dq in any order, where they share it and may do so."""
-    seqlen = 6200 if head_dim == 64 and not causal else 2100
+    shared = head_dim <= 128
+    seqlen = first_unordered_length(dim=head_dim, causal=causal) if shared else 2100
     case = Case(head_dim=head_dim, seqlen_q=seqlen, seqlen_k=seqlen, batch=1, heads_k=4)
     x = make_tensors(case, "cuda")
     plan = explain(x.q, x.k, x.v, causal=causal, backward=True)
-    if plan.family == "sm90_fused":
-        assert "flash_bwd_dq_convert_sm90_kernel" in [kernel.name for kernel in plan.kernels]
+    assert plan.deterministic == (plan.family != "sm90_fused")
     ordered = harness.RESULTS
     unordered = tuple(name for name in ordered if name != "dq")
-    assert_repeats(x, {"causal": causal}, unordered if plan.family == "sm90_fused" else ordered)
+    assert_repeats(x, {"causal": causal}, ordered if plan.deterministic else unordered)
     first = assert_repeats(x, {"causal": causal, "deterministic": True}, ordered)
     switch(True)
     assert_repeats(x, {"causal": causal}, ordered, first)
@@ -105,7 +106,8 @@ def test_a_hundred_runs(head_dim, causal, switch):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_hundred_runs_of_the_fused_kernel_in_order(head_dim):
     """Named, it keeps the order only if asked to. Not named, it does so at this length."""
-    case = Case(head_dim=head_dim, seqlen_q=700, seqlen_k=700, heads_q=8, heads_k=4)
+    # More tiles than SMs, of unequal work: which CTA takes which differs from run to run.
+    case = Case(head_dim=head_dim, seqlen_q=700, seqlen_k=700, heads_q=32, heads_k=16)
     x = make_tensors(case, "cuda")
     options = {"causal": True, "deterministic": True}
     first = assert_repeats(x, options, harness.RESULTS, plan="sm90_fused")

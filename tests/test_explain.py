@@ -109,6 +109,7 @@ def test_a_plan_prints_what_matters():
         f"bwd on {h200}: sm90_fused\n",
         "flash_bwd_delta_kernel",
         "flash_bwd_fused_sm90_kernel: tile ",
+        "flash_bwd_dq_convert_sm90_kernel",
         "bytes = num_heads_q * batch * (8 * seqlen_q + 4 * bucket * Br * ceil(seqlen_q / Br))",
         "copied to a contiguous tensor first: none",
         "window: left unlimited, right 0",
@@ -147,6 +148,26 @@ def test_a_plan_prints_what_matters():
     text = str(explain(*SHAPES, sink=torch.zeros(4), device="h200"))
     assert "fwd on h200" in text
     assert "raises\n  flashattn_ext: no kernel runs this call. sm90_fused, sm90, sm80: sink" in text
+
+
+def test_a_plan_says_where_bits_may_differ_between_runs():
+    """In a backward that sums dq in no order, such as that of sm90_fused by its name."""
+    sentence = "\n  dq is summed in no fixed order: deterministic=True makes it repeatable\n"
+    named = {"device": "h200", "plan": "sm90_fused"}
+    plan = explain(*SHAPES, **named, backward=True)
+    assert plan.as_dict()["deterministic"] is plan.deterministic is False
+    assert sentence in str(plan)
+    for plan in (
+        explain(*SHAPES, **named, backward=True, deterministic=True),
+        explain(*SHAPES, **named),
+        *(
+            explain(*SHAPES, device=device, backward=backward)
+            for device in DEVICES
+            for backward in (False, True)
+        ),
+    ):
+        assert plan.deterministic is True
+        assert "deterministic=True" not in str(plan)
 
 
 def test_a_plan_is_plain_data():

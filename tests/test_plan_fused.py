@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plans import HEAD_DIMS, ROOMY, ceil_div, explain_shape
+from plans import HEAD_DIMS, ROOMY, ceil_div, explain_shape, first_unordered_length
 
 from flashattn_ext.plan import DEVICES, explain
 
@@ -30,11 +30,10 @@ def names_of(plan):
 
 
 def in_order(plan):
-    """Whether a plan of the family adds to dq in a fixed order; its kernels say so."""
+    """Whether a plan of the family adds to dq in a fixed order; its kernels are named alike."""
     assert plan.family == "sm90_fused", plan
-    names = [name for name in names_of(plan) if name != FILL]
-    assert names in ([DELTA, FUSED], [DELTA, FUSED, CONVERT])
-    return CONVERT not in names
+    assert [name for name in names_of(plan) if name != FILL] == [DELTA, FUSED, CONVERT]
+    return plan.deterministic
 
 
 def fused_kernel(plan):
@@ -163,54 +162,40 @@ def test_others_run_where_they_are_named(family):
 # ---- in order or not ----
 
 
-def first_unordered_length(**options):
-    """The shortest problem whose sums of dq have no fixed order."""
-
-    def ordered(length):
-        return in_order(backward(**{"seqlen_q": length, "seqlen_k": length} | options))
-
-    low, high = 64, 2**20
-    assert ordered(low)
-    assert not ordered(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if ordered(middle) else (low, middle)
-    return high
-
-
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_order_by_length_and_mask(dim, switch):
-    """What counts is how many keys a query sees, and whether something hides others."""
+def test_the_order_by_length(dim, switch):
+    """What counts is how many keys a query sees at most."""
     switch(False)
-    full = first_unordered_length(dim=dim)
-    masked = first_unordered_length(dim=dim, causal=True)
-    for least, same in (
-        (full, {"seqlen_q": 40}),
-        (full, {"seqlen_q": 10**5}),
-        (full, {"batch": 50, "heads_q": 64}),
-        (full, {"window_size": (2**20, 2**20)}),
-        (full, {"dtype": torch.float16}),
-        (full, {"dim": dim - 8, "dim_v": dim}),
-        (masked, {"causal": "top_left"}),
-        (masked, {"window_size": (-1, 100)}),
-        (masked, {"window_size": (100, -1)}),
-        (masked, {"causal": True, "seqlen_q": 40}),
+    least = first_unordered_length(dim=dim)
+    for same in (
+        {"seqlen_q": 40},
+        {"seqlen_q": 10**5},
+        {"batch": 50, "heads_q": 64},
+        {"dtype": torch.float16},
+        {"dim": dim - 8, "dim_v": dim},
+        {"causal": True},
+        {"causal": True, "seqlen_q": 40},
+        {"causal": "top_left"},
+        {"window_size": (2**20, 2**20)},
+        {"window_size": (-1, 100)},
+        {"window_size": (100, -1)},
     ):
         for length, ordered in ((least - 1, True), (least, False)):
             shape = {"seqlen_q": length, "seqlen_k": length, "dim": dim} | same
             assert in_order(backward(**shape)) == ordered, (length, same)
     long = {"seqlen_q": 10**5, "seqlen_k": 10**5, "dim": dim}
-    assert in_order(backward(**long, window_size=(masked - 2, 0)))
-    assert not in_order(backward(**long, window_size=(masked - 1, 0)))
+    assert in_order(backward(**long, window_size=(least - 2, 0)))
+    assert not in_order(backward(**long, window_size=(least - 1, 0)))
 
 
 def test_the_order_of_packed_sequences_goes_by_the_longest(switch):
     switch(False)
     least = first_unordered_length()
     shapes = ((50000, 4, 64), (60000, 2, 64), (60000, 2, 64), (9,), (9,))
-    for bound, last in ((least - 1, []), (least, [CONVERT])):
+    for bound, ordered in ((least - 1, True), (least, False)):
         plan = explain(*shapes, 5000, bound, device="h200", backward=True)
-        assert names_of(plan) == [DELTA, FUSED, *last, FILL]
+        assert in_order(plan) == ordered
+        assert names_of(plan) == [DELTA, FUSED, CONVERT, FILL]
 
 
 LONG = {"seqlen_q": 10**5, "seqlen_k": 10**5}
@@ -243,9 +228,17 @@ def test_other_families_do_not_depend_on_determinism(switch):
     for options in ({"dim": 256}, {"softcap": 9.0}, {"plan": "sm80"}, {"device": "a100"}):
         switch(False)
         plan = backward(**LONG, **options)
+        assert plan.deterministic
         assert backward(**LONG, **options, deterministic=True) == plan
         switch(True)
         assert backward(**LONG, **options) == plan
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forward_gives_the_same_bits_in_every_run(device, switch):
+    switch(False)
+    for plan in (None, "sm90_fused", "sm90", "sm80", "spec"):
+        assert explain_shape(**LONG, device=device, plan=plan).deterministic
 
 
 # ---- tiles, grids, memory ----
@@ -265,13 +258,20 @@ def test_tiles_fit(dim):
         assert (kernel.block_m, kernel.block_n) == (128 if dim <= 64 else 64, 128)
         assert kernel.num_warps == 12  # a producer, and two times 64 keys
         assert kernel.stages >= 2
-        # K and V, every stage of Q and dO in chunks of 64 columns, and dS, all of two bytes; in
-        # order a block of dQ in fp32 as well.
+        # K and V, every stage of Q and dO in chunks of 64 columns, and dS, all of two bytes.
         columns = 64 * ceil_div(dim, 64)
         rows = 2 * kernel.block_n + 2 * kernel.stages * kernel.block_m
-        dq_bytes = 4 * kernel.block_m * columns if in_order(plan) else 0
-        tiles = 2 * columns * rows + 2 * kernel.block_m * kernel.block_n + dq_bytes
+        tiles = 2 * columns * rows + 2 * kernel.block_m * kernel.block_n
         assert tiles < kernel.smem_bytes <= DEVICES["h200"].smem_per_block_bytes
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_order_costs_a_few_barriers(dim):
+    """Tiles, stages, grid and the rest of shared memory are the same in order and otherwise."""
+    ordered, unordered = (fused_kernel(plan) for plan in ordered_plans(dim=dim))
+    more_bytes = ordered.smem_bytes - unordered.smem_bytes
+    assert 0 < more_bytes <= 64
+    assert replace(unordered, smem_bytes=unordered.smem_bytes + more_bytes) == ordered
 
 
 def test_tiles_by_the_wider_head_dim():
@@ -285,13 +285,13 @@ def test_tiles_by_the_wider_head_dim():
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_grids(dim):
-    """In order a CTA per block of keys of a KV head; otherwise as many as run at once."""
+    """A CTA per block of keys of a KV head, or as many as run at once where those are fewer."""
     sizes = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 2000, "heads_q": 6, "heads_k": 2}
     for plan in ordered_plans(**sizes, dim=dim):
         assert fused_kernel(plan).grid == 3 * 2 * ceil_div(2000, 128)
-    blocks = 3 * 4 * ceil_div(2000, 128)
+    assert 3 * 4 * ceil_div(2000, 128) > 132
     for plan in ordered_plans(**sizes | {"heads_q": 4, "heads_k": 4}, dim=dim):
-        assert fused_kernel(plan).grid == (blocks if in_order(plan) else 132)
+        assert fused_kernel(plan).grid == 132
     for options in ({}, {"deterministic": True}):
         plan = explain(
             *PACKED, 1500, 1000, device="h200", backward=True, plan="sm90_fused", **options
@@ -339,7 +339,6 @@ def test_packed_workspace(dim, deterministic):
 
 
 def test_summary():
-    ordered, unordered = ordered_plans()
-    for plan in (ordered, unordered):
+    for plan in ordered_plans():
         stages = fused_kernel(plan).stages
         assert plan.summary == f"sm90_fused bwd 128x128 12 warps {stages} stages"

@@ -85,6 +85,22 @@ def test_sanitize_portable(case):
         assert actual[name].isfinite().all(), name
 
 
+# More tiles than SMs, without a mask: persistent CTAs go from tile to tile.
+MANY = [small(head_dim, 130, 140, heads_q=140, heads_k=140) for head_dim in (64, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("plan", [None, "sm90_fused", "sm90"])
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_sanitize_hopper_backward_of_many_tiles(case, plan):
+    """In one kernel in order, in one in any order, and in two."""
+    x = harness.inputs_of(case, "cuda")
+    actual = harness.run(x, case.options.kwargs(), plan)
+    for name in ("dq", "dk", "dv"):
+        assert actual[name].isfinite().all(), name
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("plan", ["sm90_fused", "sm90"])

@@ -82,14 +82,13 @@ inline TileOrder make_query_tile_order(const FwdParams& p, int32_t block_m) {
 }
 
 // The order of a launch over key blocks, each of all query heads that share it. A causal problem
-// has the most queries at the first keys: ascending is longest first. `least_heads`: of a group,
-// where CTAs of a head would wait for one another.
-inline TileOrder make_key_tile_order(const FwdParams& p, int32_t block_n, int64_t least_heads = 1) {
+// has the most queries at the first keys: ascending is longest first. `more_bytes`: of a row of a
+// query head, in what else CTAs of a head share.
+inline TileOrder make_key_tile_order(const FwdParams& p, int32_t block_n, int64_t more_bytes = 0) {
   const int32_t group = p.num_heads_q / p.num_heads_k;
-  const int64_t q_bytes = std::min<int64_t>(2LL * group * p.seqlen_q * (p.head_dim + p.head_dim_v),
-                                            kL2GroupBytes / least_heads);
-  return make_tile_order((p.seqlen_k + block_n - 1) / block_n, p.batch * p.num_heads_k, 1, q_bytes,
-                         false);
+  const int64_t row_bytes = 2LL * (p.head_dim + p.head_dim_v) + more_bytes;
+  return make_tile_order((p.seqlen_k + block_n - 1) / block_n, p.batch * p.num_heads_k, 1,
+                         row_bytes * group * p.seqlen_q, false);
 }
 
 }  // namespace flashattn_ext

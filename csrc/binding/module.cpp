@@ -102,6 +102,7 @@ void bind_explain(py::module_& m) {
       .def_readonly("rejected", &Explanation::rejected)
       .def_readonly("copies", &Explanation::copies)
       .def_readonly("empty", &Explanation::empty)
+      .def_readonly("deterministic", &Explanation::deterministic)
       .def_readonly("workspace_bytes", &Explanation::workspace_bytes)
       .def_readonly("workspace_formula", &Explanation::workspace_formula)
       .def_property_readonly("window", [](const Explanation& explanation) {

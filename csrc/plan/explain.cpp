@@ -28,6 +28,7 @@ Explanation explain(const Problem& problem, const DeviceInfo& device, std::strin
   }
   explanation.family = plan.family->name;
   explanation.empty = plan.empty;
+  explanation.deterministic = plan.empty || plan.deterministic;
   if (!plan.empty) explanation.kernels = plan.family->kernels(problem, plan);
   if (plan.copy_q) explanation.copies.push_back("q");
   if (plan.copy_k) explanation.copies.push_back("k");

@@ -23,6 +23,7 @@ struct Explanation {
   std::vector<std::string> copies;  // inputs that are copied to a contiguous tensor first
   Window window;
   bool empty = false;
+  bool deterministic = true;
   int64_t workspace_bytes = 0;
   std::string workspace_formula;
 };

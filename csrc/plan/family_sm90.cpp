@@ -145,8 +145,7 @@ Reason choose_split_bwd(const Problem& problem, Plan& plan) {
 bool in_order(const Problem& problem, const Window& window, bool by_name,
               const sm90::BwdFusedTile& unordered) {
   if (problem.deterministic || by_name) return problem.deterministic;
-  const int64_t least = is_masked(window) ? unordered.least_keys_masked : unordered.least_keys;
-  return problem.rather_deterministic || keys_of_a_query(problem, window) < least;
+  return problem.rather_deterministic || keys_of_a_query(problem, window) < unordered.least_keys;
 }
 
 // The row of kBwdFusedTiles; nullptr: none has these head dims.
@@ -191,12 +190,12 @@ Reason choose_fused_bwd(const Problem& problem, const DeviceInfo& device, bool b
             .b = kMostPadding};
   }
   plan.sm90_bwd_fused_tile = tile;
+  plan.deterministic = tile->in_order;
   plan.dq_buffer_bytes = buffer.bytes(problem.num_heads_q);
   plan.counter_bytes = buffer.counter_bytes(problem.num_heads_q, tile->in_order);
   plan.workspace_bytes = plan.dq_buffer_bytes + plan.counter_bytes + 2 * row_stats_bytes(problem);
   const int64_t tiles = fused_blocks(problem, *tile);
-  const int64_t most_ctas = tile->in_order ? kMaxGrid : device.num_sms;
-  plan.num_ctas = static_cast<int32_t>(std::min(tiles, most_ctas));
+  plan.num_ctas = static_cast<int32_t>(std::min<int64_t>(tiles, device.num_sms));
   plan.workspace_formula =
       problem.varlen
           ? "num_heads_q * (8 * total_q + 4 * bucket * Br * (total_q / Br + batch)), and counters"
@@ -282,7 +281,7 @@ std::vector<KernelReport> kernels(const Problem& problem, const Plan& plan) {
     list.push_back({.name = "flash_bwd_delta_kernel"});
     list.push_back(report("flash_bwd_fused_sm90_kernel", tile, plan.num_ctas, tile.block_m,
                           tile.block_n(), tile.stages));
-    if (!tile.in_order) list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
+    list.push_back({.name = "flash_bwd_dq_convert_sm90_kernel"});
   } else {
     const sm90::BwdDqTile& dq = *plan.sm90_bwd_dq_tile;
     const sm90::BwdDkvTile& dkv = *plan.sm90_bwd_dkv_tile;

@@ -77,6 +77,9 @@ struct Plan {
   bool copy_out = false;
   bool copy_dout = false;
 
+  // The results are the same bits in every run.
+  bool deterministic = true;
+
   // Bytes allocated for the launch besides outputs and copies: the backward's buffer for dQ and the
   // counters that go with it, where it has one, then its delta and lse_log2; or a persistent
   // launch's counter.

@@ -13,6 +13,17 @@ __device__ __forceinline__ void red_add_v4(float* dst, const float (&x)[4]) {
                : "memory");
 }
 
+// The same, or with `store` *dst = x: no branch, which products in flight would not outlive.
+__device__ __forceinline__ void store_or_add_v4(float* dst, const float (&x)[4], bool store) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "@!p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(dst),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<uint32_t>(store))
+      : "memory");
+}
+
 // *dst = x; who sees x in wait_for_count sees everything this thread did, or knew of, before.
 __device__ __forceinline__ void st_release(uint32_t* dst, uint32_t x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(dst), "r"(x) : "memory");

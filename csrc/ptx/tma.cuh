@@ -23,16 +23,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem_dst, const CUtensorMap
       : "memory");
 }
 
-// Starts the copy of contiguous bytes, a multiple of 16, to shared memory; they complete on `bar`.
-__device__ __forceinline__ void bulk_load(uint32_t smem_dst, const void* src, uint32_t bytes,
-                                          uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
-          "r"(smem_dst),
-      "l"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-
 // Starts the copy of one box from shared memory; elements outside the tensor are not written. The
 // issuing thread's copies form groups: see bulk_commit and bulk_wait_read.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem_src, int c0,
@@ -52,11 +42,6 @@ __device__ __forceinline__ void bulk_commit() {
 // Waits until this thread's groups have read their shared memory, which may then be reused.
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
-}
-
-// Orders ordinary writes to global memory that this thread knows of before its later copies.
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }
 
 // Orders this thread's ordinary accesses to shared memory before later ones of the copy engine and

@@ -24,8 +24,7 @@ struct BwdKeyBlockConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kKeyGroups = kBlockN / 64;  // of 64 keys
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
-  static constexpr bool kSpareRegs = kTile.spare_regs();
-  static constexpr int kProducerRegs = kSpareRegs ? 40 : 24, kConsumerRegs = kSpareRegs ? 232 : 240;
+  static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
   // Consumers wait for ever for registers that the launch did not give the CTA.
   static constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
   static_assert(kProducerRegs + kConsumers * kConsumerRegs <= (1 + kConsumers) * kLaunchRegs);
@@ -79,13 +78,13 @@ struct BwdDkvBarriers {
     ptx::mbarrier_init(v_full(), 1);
     for (int s = 0; s < Config::kStages; ++s) {
       ptx::mbarrier_init(q_full(s), 1 + 32);
-      ptx::mbarrier_init(q_empty(s), 4 * Config::kConsumers);
+      ptx::mbarrier_init(q_empty(s), 128 * Config::kConsumers);
       ptx::mbarrier_init(do_full(s), 1);
       ptx::mbarrier_init(do_empty(s), 4 * Config::kConsumers);
       ptx::mbarrier_init(landed(s), 1);
       if constexpr (Config::kRoles) {
-        ptx::mbarrier_init(p_full(s), 4);
-        ptx::mbarrier_init(p_empty(s), 4);
+        ptx::mbarrier_init(p_full(s), 128);
+        ptx::mbarrier_init(p_empty(s), 128);
       }
     }
     ptx::fence_mbarrier_init();
@@ -105,7 +104,6 @@ struct BwdDkvWork {
   SeqlenSide side_q, side_k;
   BlockRange blocks;
   int32_t first_block;  // the walk over a head's blocks begins there and goes round
-  bool downwards;       // from block to block
   BlockRange rows;      // of Q and dO, that may be multiplied as they are
 
   __device__ __forceinline__ BwdDkvWork(const BwdParams& params, const TileOrder::Tile& tile,
@@ -119,7 +117,6 @@ struct BwdDkvWork {
         blocks(
             uniform(Band(params, side_q.length, side_k.length).query_blocks(n0, block_n, block_m))),
         first_block(blocks.begin),
-        downwards(false),
         rows(Band(params, side_q.length, side_k.length).seeing_rows()) {
     // Past the end of a dense tensor the copy engine reads zeros itself.
     const bool packed = params.cu_seqlens_q != nullptr || params.seqused_q != nullptr;
@@ -132,10 +129,6 @@ struct BwdDkvWork {
     return m0 < rows.begin || m0 + block_m > rows.end;
   }
 
-  __device__ __forceinline__ void go_down() {
-    first_block = blocks.end - 1;
-    downwards = true;
-  }
   // The walk of this CTA, the rank-th of `count`, begins as far into the blocks.
   __device__ __forceinline__ void spread(int rank, int count) {
     const int64_t num_blocks = max(blocks.end - blocks.begin, 0);
@@ -146,7 +139,6 @@ struct BwdDkvWork {
     return max(blocks.end - blocks.begin, 0) * group_size;
   }
   __device__ __forceinline__ int block_after(int block) const {
-    if (downwards) return block == blocks.begin ? blocks.end - 1 : block - 1;
     return block + 1 == blocks.end ? blocks.begin : block + 1;
   }
 

@@ -64,10 +64,10 @@ class BwdDkvConsumerBase {
   __device__ __forceinline__ static void release(uint32_t empty) {
     if (lane() == 0) ptx::mbarrier_arrive(empty);
   }
-  // Of a stage that lanes read or wrote as well: all of them are done with it.
-  __device__ __forceinline__ static void signal(uint32_t bar) {
+  // Of what lanes wrote: all of it is there.
+  __device__ __forceinline__ static void signal(uint32_t full) {
     __syncwarp();
-    release(bar);
+    if (lane() == 0) ptx::mbarrier_arrive(full);
   }
 
   // Accumulator tile j as its half of an A fragment.
@@ -281,7 +281,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
       ptx::wgmma_pin(acc_dk[0]);
       ptx::wgmma_pin(ds);
       ptx::wgmma_pin(acc_s[0]);
-      this->signal(barriers.q_empty(stage));  // of the statistics, too
+      ptx::mbarrier_arrive(barriers.q_empty(stage));  // with the statistics: each lane
     }
   }
 
@@ -293,7 +293,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
       block = work.block_after(block);
       await_q();
       if (block >= own.begin && block < own.end) return true;
-      release(barriers.q_empty(ring.stage()));
+      ptx::mbarrier_arrive(barriers.q_empty(ring.stage()));
       await_do();
       release(barriers.do_empty(ring.stage()));
       ring.advance();
@@ -386,8 +386,8 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
         const float(&x)[4] = acc_s[0][j];
         ptx::st_shared_v4(this->p_address(stage, j), make_float4(x[0], x[1], x[2], x[3]));
       }
-      this->signal(barriers.p_full(stage));
-      this->signal(barriers.q_empty(stage));  // the other consumer is the last to need Q
+      ptx::mbarrier_arrive(barriers.p_full(stage));
+      ptx::mbarrier_arrive(barriers.q_empty(stage));  // the other consumer is the last to need Q
       await_do();
       start_wz<Element>(acc[0], p, sDo(stage), Config::kQChunkBytes);
       ring.advance();
@@ -443,7 +443,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
         const float4 p = ptx::ld_shared_v4(this->p_address(stage, j));
         x[0] = p.x, x[1] = p.y, x[2] = p.z, x[3] = p.w;
       });
-      this->signal(barriers.p_empty(stage));
+      ptx::mbarrier_arrive(barriers.p_empty(stage));
       release(barriers.do_empty(stage));  // the other consumer is the last to need dO
       start_wz<Element>(acc[0], ds, sQ(stage), Config::kQChunkBytes);
       ring.advance();
@@ -456,7 +456,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc[0]);
       ptx::wgmma_pin(ds);
-      this->signal(barriers.q_empty(stage));
+      ptx::mbarrier_arrive(barriers.q_empty(stage));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s[0]);
     }

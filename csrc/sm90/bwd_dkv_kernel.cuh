@@ -14,14 +14,14 @@
 //         k_full, v_full  1 + bytes       K, V have landed
 //         q_full[s]       1 + bytes + 32  Q of stage s and its statistics are there
 //         do_full[s]      1 + bytes       dO of stage s has landed
-//         q_empty[s]      4 kConsumers    every consumer warp is done with Q and the statistics of
-//                                         stage s; do_empty[s] the same for dO
-//         p_full[s], p_empty[s]  4        P of stage s is written, has been read
+//         q_empty[s]      128 kConsumers  each lane of the consumers is done with Q and the
+//                                         statistics of stage s
+//         do_empty[s]     4 kConsumers    every consumer warp is done with dO of stage s
+//         p_full[s], p_empty[s]  128      each lane has written P of stage s, has read it
 //         landed[s]       1 + bytes       Q and dO of stage s have landed, and some of their rows
-//         are
-//                                         to become zero before q_full and do_full say so
+//                                         are to become zero before q_full and do_full say so
 //         named 1 + w     consumer w      its warps are done with the rows of K or V that dV or dK
-//         takes
+//                                         takes
 // Math:   S^T = K Q^T, P = exp(logit - lse), dP^T = V dO^T, dS = P (dP - delta), dV += P^T dO,
 //         dK += dS^T Q; dK times scale at the end.
 #pragma once

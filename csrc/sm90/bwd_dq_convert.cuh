@@ -4,15 +4,15 @@
 
 #include "attention/params.h"
 #include "attention/seqlen_info.cuh"
-#include "sm90/bwd_dq_buffer.h"
+#include "sm90/bwd_fused_config.cuh"
 #include "tile/gmem_copy.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <typename Config>
 __global__ void __launch_bounds__(128 * Config::kConsumers)
-    flash_bwd_dq_convert_sm90_kernel(const __grid_constant__ BwdParams params, const float* data,
-                                     const BwdDqBuffer buffer, int num_blocks) {
+    flash_bwd_dq_convert_sm90_kernel(const __grid_constant__ BwdParams params,
+                                     const __grid_constant__ BwdFusedDq dq, int num_blocks) {
   constexpr int kBlockM = Config::kBlockM;
   constexpr uint32_t kWarpRowBytes = tile::SmemLayout<64>::tile_bytes(16);
   const int head = blockIdx.x / num_blocks, block = blockIdx.x - head * num_blocks;
@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   __shared__ __align__(16) unsigned char staging[4 * Config::kConsumers * kWarpRowBytes];
   const int thread_idx = threadIdx.x % 128, piece = threadIdx.x / 128;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t place = head_idx * buffer.blocks + block +
-                        buffer.first_block(params.cu_seqlens_q != nullptr, batch_idx, side.start,
-                                           params.seqlen_q, kBlockM);
-  const float4* gPiece = reinterpret_cast<const float4*>(data + place * buffer.block_floats +
+  const int64_t place = dq.first_block(params, batch_idx, side.start, head_idx, kBlockM) + block;
+  // In order no key block has come to a query block that sees no key, whose rows are zero already.
+  if (Config::kInOrder && dq.turns[place] == 0) return;
+  const float4* gPiece = reinterpret_cast<const float4*>(dq.data + place * dq.buffer.block_floats +
                                                          piece * BwdDqBuffer::kPieceFloats);
   float acc[1][8][4];
 #pragma unroll

@@ -69,15 +69,15 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
 
  private:
   __device__ __forceinline__ void walk() {
-    head = work.kv_head_idx * work.group_size;
+    head_dq = dq.data + dq.first_block(this->params, work, kBlockM) * dq.buffer.block_floats +
+              consumer * BwdDqBuffer::kPieceFloats + 4 * (threadIdx.x % 128);
     left_in_head = work.blocks.end - work.blocks.begin;
     // A mask may leave the first or the last query block of a CTA to the other consumer's keys.
     // That is usual where blocks of queries are shorter than those of keys.
     int left_out = 0;
     if constexpr (kBlockM < Config::kBlockN) {
       if (remaining > 1 && !sees(block)) pass_first();
-      const int last_block = work.downwards ? work.blocks.begin : work.blocks.end - 1;
-      if (remaining > 1 && !sees(last_block)) left_out = 1;
+      if (remaining > 1 && !sees(work.blocks.end - 1)) left_out = 1;
     }
 
     await_q();
@@ -159,7 +159,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::wgmma_wait<kLast ? 0 : 1>();
     ptx::wgmma_pin(acc_dk[0]);
     ptx::wgmma_pin(ds);
-    this->signal(barriers.q_empty(stage));  // of the statistics, too
+    ptx::mbarrier_arrive(barriers.q_empty(stage));  // with the statistics: each lane
     if constexpr (!kLast) {
       if (more) await_do();
       start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
@@ -180,7 +180,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     block = work.block_after(block);
     if (--left_in_head == 0) {
       left_in_head = work.blocks.end - work.blocks.begin;
-      ++head;
+      head_dq += dq.buffer.blocks * dq.buffer.block_floats;
     }
   }
 
@@ -204,7 +204,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   }
   __device__ __forceinline__ void pass_stages() {
     await_q();
-    this->signal(barriers.q_empty(ring.stage()));
+    ptx::mbarrier_arrive(barriers.q_empty(ring.stage()));
     await_do();
     this->signal(barriers.do_empty(ring.stage()));
     ring.advance();
@@ -259,72 +259,21 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
 
   // This thread's part of the step's piece becomes the place to add to, a step later.
   __device__ __forceinline__ void set_place() {
-    const int64_t place = dq.first_block(this->params, work, head, kBlockM) + block;
-    gDq = dq.data + place * dq.buffer.block_floats + consumer * BwdDqBuffer::kPieceFloats +
-          4 * (threadIdx.x % 128);
-    if constexpr (Config::kInOrder) {
-      is_first = fused_work.is_first(block);
-      is_last = fused_work.is_last(block);
-      put_block = block;
-      put_head = head;
-    }
+    gDq = head_dq + static_cast<int64_t>(block) * (kBlockM * Config::kHeadDim);
+    is_first = Config::kInOrder && fused_work.is_first(block);
   }
 
   // Half of the piece: groups of columns from kFirst on.
   template <int kFirst>
-  __device__ __forceinline__ void put_dq(float (&acc)[8][4]) const {
-    if (Config::kInOrder && is_last) {
-      finish_dq<kFirst>(acc);
-    } else {
+  __device__ __forceinline__ void put_dq(const float (&acc)[8][4]) const {
 #pragma unroll
-      for (int j = kFirst; j < kFirst + 4; ++j) {
-        if (Config::kInOrder && is_first) {
-          *group(j) = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-        } else {
-          ptx::red_add_v4(gDq + 512 * j, acc[j]);
-        }
+    for (int j = kFirst; j < kFirst + 4; ++j) {
+      if constexpr (Config::kInOrder) {
+        ptx::store_or_add_v4(gDq + 512 * j, acc[j], is_first);
+      } else {
+        ptx::red_add_v4(gDq + 512 * j, acc[j]);
       }
     }
-  }
-
-  // The sum is complete with these columns: to rows of 16 bits.
-  template <int kFirst>
-  __device__ __forceinline__ void finish_dq(float (&acc)[8][4]) const {
-    if (!is_first) {
-      const uint32_t sum = smem + Config::kOffsetSum + 4 * consumer * BwdDqBuffer::kPieceFloats +
-                           16 * (threadIdx.x % 128);
-#pragma unroll
-      for (int j = kFirst; j < kFirst + 4; ++j) {
-        const float4 x = ptx::ld_shared_v4(sum + 2048 * j);
-        acc[j][0] += x.x, acc[j][1] += x.y, acc[j][2] += x.z, acc[j][3] += x.w;
-      }
-    }
-    const BwdParams& params = this->params;
-    const int lane = this->lane();
-    const int col = 64 * (consumer % Config::kChunks) + 8 * (kFirst + lane % 4);
-    const float scale = transform.softmax_scale;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float(&pair)[4] = acc[kFirst + j];
-        x[j] = ptx::pack_x2<Element>(scale * pair[2 * half], scale * pair[2 * half + 1]);
-      }
-      tile::transpose_quad(x, lane);
-      const int row = put_block * kBlockM + 64 * (consumer / Config::kChunks) +
-                      16 * this->warp_in_group() + tile::acc_row(lane, 2 * half);
-      if (row < work.side_q.length && col < params.head_dim) {
-        Element* to = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, work.batch_idx,
-                               work.side_q.start + row, put_head);
-        *reinterpret_cast<uint4*>(to + col) = make_uint4(x[0], x[1], x[2], x[3]);
-      }
-    }
-  }
-
-  // This thread's four elements of a group of columns.
-  __device__ __forceinline__ float4* group(int j) const {
-    return reinterpret_cast<float4*>(gDq + 512 * j);
   }
 
   __device__ __forceinline__ void await_turn() const {
@@ -361,11 +310,10 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   int block;         // of its query head
   int remaining;     // steps, this one included
   int left_in_head;  // the same of this query head
-  int head;          // of the queries
-  float* gDq;        // this thread's place of the step before
-  // kInOrder, of the step before: this is the first or the last CTA at its query block.
-  bool is_first = false, is_last = false;
-  int put_block = 0, put_head = 0;
+  float* head_dq;    // this thread's place of the head's first block
+  // Of the step before, whose dQ comes a step later.
+  float* gDq;
+  bool is_first;  // of those that add there
   RingState<Config::kTurnStages> turn_ring;
 
   Scores acc_s;  // S^T, then P^T

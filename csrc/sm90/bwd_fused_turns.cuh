@@ -2,8 +2,8 @@
 // warps of the producer warpgroup see to it, so that consumers meet nothing but mbarriers.
 #pragma once
 
+#include "ptx/mbarrier.cuh"
 #include "ptx/reduce.cuh"
-#include "ptx/tma.cuh"
 #include "sm90/bwd_fused_config.cuh"
 #include "sm90/ring.cuh"
 
@@ -16,69 +16,48 @@ class BwdFusedTurns {
   static constexpr int kBlockM = Config::kBlockM;
 
  public:
-  __device__ __forceinline__ BwdFusedTurns(const BwdParams& params, const BwdFusedTiles& tiles,
+  __device__ __forceinline__ BwdFusedTurns(const BwdParams& params, const BwdFusedWork& work,
                                            const BwdFusedDq& dq, uint32_t smem)
-      : params(params),
-        tiles(tiles),
-        dq(dq),
-        barriers{smem + Config::kOffsetBarriers},
-        sum(smem + Config::kOffsetSum),
-        queue(smem) {}
+      : params(params), work(work), dq(dq), barriers{smem + Config::kOffsetBarriers} {}
 
   __device__ __forceinline__ void await() {
-    for_each_step([&](const BwdFusedWork& work, int m_block, int64_t place) {
-      const uint32_t turn = barriers.turn(ring.stage());
-      const bool is_first = work.is_first(m_block);
-      if (!is_first) ptx::wait_for_count(dq.turns + place, work.n_block);
-      // The parts of the step before have been added, and shared memory is free for another sum;
-      // and who tells others of it has seen the last phase of this stage. Fresh barriers let pass.
-      ptx::mbarrier_wait(barriers.added(ring.before().stage()), ring.before().phase());
+    for_each_step([&](int m_block, int64_t place) {
+      if (!work.is_first(m_block)) ptx::wait_for_count(dq.turns + place, work.rank);
+      // Who tells others has seen the last phases of this stage. A fresh barrier lets pass.
       ptx::mbarrier_wait(barriers.told(ring.stage()), ring.phase() ^ 1);
-      if (!is_first && work.is_last(m_block)) {
-        ptx::fence_proxy_async_global();  // others' additions before the copy engine's reading
-        ptx::mbarrier_arrive_expect_tx(turn, Config::kSumBytes);
-        ptx::bulk_load(sum, dq.data + place * dq.buffer.block_floats, Config::kSumBytes, turn);
-      } else {
-        ptx::mbarrier_arrive(turn);
-      }
+      ptx::mbarrier_arrive(barriers.turn(ring.stage()));
     });
   }
 
   __device__ __forceinline__ void pass_on() {
-    for_each_step([&](const BwdFusedWork& work, int, int64_t place) {
+    for_each_step([&](int m_block, int64_t place) {
       ptx::mbarrier_wait(barriers.added(ring.stage()), ring.phase());
-      ptx::st_release(dq.turns + place, work.n_block + 1);
+      ptx::st_release(dq.turns + place, work.rank + 1);
       ptx::mbarrier_arrive(barriers.told(ring.stage()));
     });
   }
 
  private:
-  // Calls f(work, query block, its place in the buffer) for every step of every tile of the CTA.
+  // Calls f(query block, its place in the buffer) for every step of the CTA's tile.
   template <typename Function>
   __device__ __forceinline__ void for_each_step(const Function& f) {
-    for (int tile = queue.next(); tile >= 0; tile = queue.next()) {
-      const auto work = BwdFusedWork::of<Config>(params, tiles, tile);
-      const int head = work.kv_head_idx * work.group_size;
-      int64_t place = dq.first_block(params, work, head, kBlockM);
-      if (threadIdx.x % 32 == 0) {
-        for (int heads = work.group_size; heads > 0; --heads) {
-          for (int m_block = work.blocks.end - 1; m_block >= work.blocks.begin; --m_block) {
-            f(work, m_block, place + m_block);
-            ring.advance();
-          }
-          place += dq.buffer.blocks;
+    int64_t place = dq.first_block(params, work, kBlockM);
+    if (threadIdx.x % 32 == 0) {
+      for (int heads = work.group_size; heads > 0; --heads) {
+        for (int m_block = work.blocks.begin; m_block < work.blocks.end; ++m_block) {
+          f(m_block, place + m_block);
+          ring.advance();
         }
+        place += dq.buffer.blocks;
       }
-      __syncwarp();  // the next work is not yet this one's
     }
+    __syncwarp();  // the next work is not yet this one's
   }
 
   const BwdParams& params;
-  const BwdFusedTiles& tiles;
+  const BwdFusedWork& work;
   const BwdFusedDq& dq;
   const BwdFusedBarriers<Config> barriers;
-  const uint32_t sum;
-  BwdFusedQueue<Config> queue;
   RingState<Config::kTurnStages> ring;
 };
 

@@ -51,26 +51,23 @@ cudaError_t launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
 }
 
 template <typename Config>
-cudaError_t launch_bwd_dq_convert(const BwdParams& params, const float* data,
-                                  const BwdDqBuffer& buffer, cudaStream_t stream) {
+cudaError_t launch_bwd_dq_convert(const BwdParams& params, const BwdFusedDq& dq,
+                                  cudaStream_t stream) {
   const int32_t num_blocks = ceil_div(params.seqlen_q, Config::kBlockM);
   const int64_t grid = static_cast<int64_t>(num_blocks) * params.batch * params.num_heads_q;
   if (grid == 0) return cudaSuccess;
   flash_bwd_dq_convert_sm90_kernel<Config>
-      <<<static_cast<uint32_t>(grid), 128 * Config::kConsumers, 0, stream>>>(params, data, buffer,
+      <<<static_cast<uint32_t>(grid), 128 * Config::kConsumers, 0, stream>>>(params, dq,
                                                                              num_blocks);
   return cudaGetLastError();
 }
-
-// In order and with a mask, CTAs of a head that begin together end one after the other: so many
-// heads take the SMs that few of them do.
-constexpr int64_t kLeastHeads = 16;
 
 template <typename Config>
 cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& workspace,
                              cudaStream_t stream) {
   const BwdDqBuffer buffer(params.cu_seqlens_q != nullptr, params.batch, params.seqlen_q,
                            params.total_q, Config::kBlockM, Config::kHeadDim);
+  const BwdFusedDq dq{workspace.dq, buffer, workspace.counters + 1};
   // In order the first to come to a block of dQ stores.
   void* cleared = workspace.counters;
   int64_t bytes = buffer.counter_bytes(params.num_heads_q, Config::kInOrder);
@@ -80,17 +77,13 @@ cudaError_t launch_bwd_fused(const BwdParams& params, const BwdFusedWorkspace& w
   }
   cudaError_t error = cudaMemsetAsync(cleared, 0, static_cast<size_t>(bytes), stream);
   if (error != cudaSuccess) return error;
-  const bool heads_wait = Config::kInOrder && is_masked(params);
   const TileOrder order =
-      make_key_tile_order(params, Config::kBlockN, heads_wait ? kLeastHeads : 1);
+      make_key_tile_order(params, Config::kBlockN, sizeof(float) * Config::kHeadDim);
   error = launch_bwd<Config>(flash_bwd_fused_sm90_kernel<Config>, params,
                              BwdFusedTiles{order, workspace.counters}, workspace.num_ctas,
-                             Config::kBlockM, 64, stream,
-                             BwdFusedDq{workspace.dq, buffer, workspace.counters + 1});
+                             Config::kBlockM, 64, stream, dq);
   if (error != cudaSuccess) return error;
-  if constexpr (!Config::kInOrder)
-    error = launch_bwd_dq_convert<Config>(params, workspace.dq, buffer, stream);
-  return error;
+  return launch_bwd_dq_convert<Config>(params, dq, stream);
 }
 
 template <typename Config>

@@ -16,7 +16,7 @@ struct FwdSchedule {
 
 // What the fused backward needs beside BwdParams (bwd_dq_buffer.h); memory may hold anything.
 struct BwdFusedWorkspace {
-  int32_t num_ctas;    // in order one per tile, else at most as many as run at once
+  int32_t num_ctas;    // at most as many as run at once
   float* dq;           // BwdDqBuffer::bytes
   uint32_t* counters;  // BwdDqBuffer::counter_bytes, right behind
 };

@@ -89,7 +89,6 @@ struct BwdDkvTile {
 
   static constexpr int32_t consumers = 2;
   constexpr int32_t block_n() const { return roles ? 64 : 64 * consumers; }  // Bc: keys
-  static constexpr bool spare_regs() { return false; }  // of consumers, for the producer
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t num_barriers() const { return 2 + (roles ? 7 : 5) * stages; }
@@ -115,34 +114,31 @@ struct BwdFusedTile {
   int32_t block_m;                 // Br: query rows
   int32_t stages;                  // Q and dO tiles in flight
   bool in_order;                   // CTAs add to dQ one after the other
-  // From as many keys of a query on, without a mask and with a causal mask or window, the row is
-  // faster than the next, which adds in order.
-  int32_t least_keys, least_keys_masked;
+  // From as many keys of a query on the row is faster than the next, which adds in order.
+  int32_t least_keys;
 
   static constexpr int32_t consumers = 2;
-  static constexpr int32_t ds_stages = 3, turn_stages = 2, tile_slots = 2;
+  static constexpr int32_t ds_stages = 3, turn_stages = 2;
+  static constexpr int32_t tile_slots = 2, work_bytes = 80;     // what a CTA does for a tile
   constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
-  constexpr bool spare_regs() const { return bucket <= 64; }    // of consumers, for the producer
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
   constexpr int32_t num_barriers() const {
     return 3 + 5 * stages + ds_stages + 2 * tile_slots + (in_order ? 3 * turn_stages : 0);
   }
-  constexpr int32_t scores_bytes() const {  // dS, and a block of dQ in fp32
-    return ds_stages * 2 * block_m * block_n() + (in_order ? 4 * block_m * bucket : 0);
-  }
+  constexpr int32_t scores_bytes() const { return ds_stages * 2 * block_m * block_n(); }  // dS
   constexpr int32_t smem_bytes() const {
     return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
-           2 * 4 * stages * block_m + 8 * num_barriers() + 4 * tile_slots;
+           2 * 4 * stages * block_m + 8 * num_barriers() + tile_slots * work_bytes;
   }
 };
 
 // Measurements: docs/tuning.md.
 inline constexpr BwdFusedTile kBwdFusedTiles[] = {
-    {8, 64, 128, 2, false, 1500, 1500},
-    {8, 64, 128, 2, true, 0, 0},
-    {97, 128, 64, 3, false, 768, 768},
-    {97, 128, 64, 2, true, 0, 0},
+    {8, 64, 128, 2, false, 3000},
+    {8, 64, 128, 2, true, 0},
+    {97, 128, 64, 3, false, 1500},
+    {97, 128, 64, 3, true, 0},
 };
 
 }  // namespace flashattn_ext::sm90

@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kNumThreads)
   for (int row0 = m0; row0 < last_row; row0 += rows_per_pass) {
     const int row = row0 + threadIdx.x / lanes_per_row;
     const bool valid = row < last_row;
+    const float lse = valid ? params.lse[stats_offset + row] : 0.0f;
     float sum = 0.0f;
     if (valid && in_row) {
       const Vector8<Element> o(out + row * params.out_strides.row + 8 * lane_in_row);
@@ -57,7 +58,6 @@ __global__ void __launch_bounds__(kNumThreads)
       sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     }
     if (!valid) continue;
-    const float lse = params.lse[stats_offset + row];
     const bool empty = lse == -INFINITY;
     if (empty) {  // no CTA of the fused Hopper kernel may come to this row
       Element* dq = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, batch_idx,

@@ -1,5 +1,7 @@
 // Additions in global memory by many CTAs: their sums, and the order that a counter gives them. A
 // turn that begins too early shows as a wrong value, one that never begins as a hang.
+#include <cmath>
+
 #include "harness.h"
 #include "ptx/reduce.cuh"
 
@@ -48,6 +50,30 @@ const HopperTest red_add_v4("ptx.red_add_v4", [] {
   check_equal(sums.to_host(), expected, kGroupStride, "sums and, from 4 on, neighbours (group, e)");
 });
 
+// A lane stores into its own group, or adds to it.
+__host__ __device__ bool stores(int thread) { return thread % 7 == 3 || thread / 32 % 4 == 1; }
+
+__global__ void store_or_add_v4_kernel(float* groups) {
+  const int thread = kThreads * blockIdx.x + threadIdx.x;
+  float x[4];
+  for (int e = 0; e < 4; ++e) x[e] = addend(thread, 0, e);
+  ptx::store_or_add_v4(groups + kGroupStride * thread, x, stores(thread));
+}
+
+const HopperTest store_or_add_v4("ptx.store_or_add_v4", [] {
+  const auto start = random_integers<float>(kGroupStride * kCtas * kThreads, -50, 50, 2);
+  std::vector<float> expected = start;
+  for (int thread = 0; thread < kCtas * kThreads; ++thread)
+    for (int e = 0; e < 4; ++e) {
+      float& x = expected[kGroupStride * thread + e];
+      x = addend(thread, 0, e) + (stores(thread) ? 0 : x);
+    }
+  const DeviceBuffer<float> groups(start);
+  launch({kCtas, kThreads}, store_or_add_v4_kernel, groups.data());
+  check_equal(groups.to_host(), expected, kGroupStride,
+              "groups and, from 4 on, neighbours (thread, e)");
+});
+
 // ---- Turns ----
 
 constexpr int kTurns = 64;  // as many CTAs: fewer than a Hopper GPU has SMs, so all are resident
@@ -61,8 +87,8 @@ __host__ __device__ int turn_place(uint32_t thread, uint32_t rank) {
 }
 
 // One CTA has one turn. `turns` counts those that are over. In its turn a thread adds its
-// four of `addends` (kTurns, kThreads, 4) to those of its place in `sums`, and reads and writes its
-// place in `chains`.
+// four of `addends` (kTurns, kThreads, 4) to those of its place in `sums`, the first stores them,
+// and reads and writes its place in `chains`.
 __global__ void turns_kernel(int multiplier, const float* addends, float* sums, uint32_t* chains,
                              uint32_t* turns) {
   const uint32_t rank = (multiplier * blockIdx.x + 5) % kTurns;
@@ -71,7 +97,7 @@ __global__ void turns_kernel(int multiplier, const float* addends, float* sums, 
   for (int e = 0; e < 4; ++e) x[e] = addends[(kThreads * rank + threadIdx.x) * 4 + e];
   ptx::wait_for_count(turns, rank);  // the turns before this one are over
   if (rank % 4 == 0) dawdle();
-  ptx::red_add_v4(sums + 4 * place, x);
+  ptx::store_or_add_v4(sums + 4 * place, x, rank == 0);
   chains[place] = 3 * chains[place] + rank;
   __syncthreads();  // all threads have added: thread 0 releases what they did
   if (threadIdx.x == 0) ptx::st_release(turns, rank + 1);
@@ -82,9 +108,9 @@ const HopperTest turns("ptx.st_release.turns", [] {
   // forgets an exchange: its factor is odd.
   auto addends = random_integers<float>(kTurns * kThreads * 4, -1000000, 1000000, 1);
   for (float& x : addends) x /= 3;
-  const std::vector<float> sums_start(4 * kThreads, 1.0f / 3);
+  const std::vector<float> sums_start(4 * kThreads, NAN);  // what the first turn stores over
   const std::vector<uint32_t> chains_start(kThreads, 1);
-  std::vector<float> sums = sums_start;
+  std::vector<float> sums(4 * kThreads, 0.0f);
   std::vector<uint32_t> chains = chains_start;
   for (uint32_t rank = 0; rank < kTurns; ++rank)
     for (uint32_t thread = 0; thread < kThreads; ++thread) {
