@@ -82,7 +82,7 @@ def measure(
     for compiled in modes:
         mode = "compiled" if compiled else "eager"
         calls = {name: step_of(name, config, device, compiled) for name in (OURS, *peers)}
-        times = {name: t.median for name, t in timing.time_alternating(calls).items()}
+        times = timing.wall_alternating(calls)
         fastest = min(peers, key=times.__getitem__)
         ratio = times[fastest] / times[OURS]
         ours, theirs = (

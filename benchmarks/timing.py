@@ -107,6 +107,33 @@ def time_alternating(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
+def wall_alternating(
+    candidates: dict[str, Callable[[], object]],
+    *,
+    rounds: int = 10,
+    calls: int = 3,
+    warmup: int = 3,
+    synchronize: Callable[[], object] = torch.cuda.synchronize,
+) -> dict[str, float]:
+    """Wall milliseconds of one call: the median over rounds of `calls` calls, candidates in turns.
+
+    For what launches more kernels than the host can queue ahead, or waits for the GPU itself.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for call in candidates.values():
+        for _ in range(warmup):
+            call()
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            synchronize()
+            samples[name].append((time.perf_counter() - start) / calls * 1e3)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class HostCall:
     """A call, and the context to hold around each loop over it."""

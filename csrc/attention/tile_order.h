@@ -82,13 +82,15 @@ inline TileOrder make_query_tile_order(const FwdParams& p, int32_t block_m) {
 }
 
 // The order of a launch over key blocks, each of all query heads that share it. A causal problem
-// has the most queries at the first keys: ascending is longest first. `more_bytes`: of a row of a
-// query head, in what else CTAs of a head share.
+// has the most queries at the first keys: ascending is longest first. CTAs of a head share the rows
+// of the query head that they are at, with a window those around their keys. `more_bytes`: of such
+// a row, beside Q and dO.
 inline TileOrder make_key_tile_order(const FwdParams& p, int32_t block_n, int64_t more_bytes = 0) {
-  const int32_t group = p.num_heads_q / p.num_heads_k;
   const int64_t row_bytes = 2LL * (p.head_dim + p.head_dim_v) + more_bytes;
+  const int64_t rows =
+      std::min<int64_t>(p.seqlen_q, int64_t{p.window_left} + p.window_right + 2 * block_n);
   return make_tile_order((p.seqlen_k + block_n - 1) / block_n, p.batch * p.num_heads_k, 1,
-                         row_bytes * group * p.seqlen_q, false);
+                         row_bytes * rows, false);
 }
 
 }  // namespace flashattn_ext
