@@ -184,7 +184,7 @@ def call_once(monkeypatch):
         return {name: timing.Timing.of([1.0]) for name in candidates}
 
     def wall_alternating(candidates, **_):
-        return {name: 1.0 for name in time_alternating(candidates)}
+        return dict.fromkeys(time_alternating(candidates), 1.0)
 
     monkeypatch.setattr(timing, "time_alternating", time_alternating)
     monkeypatch.setattr(timing, "wall_alternating", wall_alternating)

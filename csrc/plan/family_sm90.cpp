@@ -102,7 +102,7 @@ int64_t num_tiles(const Problem& problem, const sm90::FwdTile& tile) {
 template <class Tile, size_t kRows>
 const Tile* pick_bwd_tile(const Tile (&table)[kRows], const Problem& problem) {
   for (const Tile& tile : table) {
-    if (std::max(problem.head_dim, problem.head_dim_v) <= tile.bucket) return &tile;
+    if (problem.head_dim <= tile.bucket && problem.head_dim_v <= tile.bucket_v) return &tile;
   }
   return &std::end(table)[-1];  // the widest; is_sound
 }

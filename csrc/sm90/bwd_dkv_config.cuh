@@ -30,17 +30,19 @@ struct BwdKeyBlockConfig {
   static_assert(kProducerRegs + kConsumers * kConsumerRegs <= (1 + kConsumers) * kLaunchRegs);
   static_assert(kConsumers == 2 && kHeadDim % 32 == 0 && kBlockM % 32 == 0);
 
-  static constexpr int kChunks = kTile.chunks();
+  static constexpr int kChunks = kTile.chunks(), kVChunks = kTile.v_chunks();
   static constexpr uint32_t kRowChunkBytes = chunk_bytes(64);  // 64 keys
-  static constexpr uint32_t kRowBytes = kChunks * kRowChunkBytes;
-  static constexpr uint32_t kQChunkBytes = chunk_bytes(kBlockM);
+  static constexpr uint32_t kKRowBytes = kChunks * kRowChunkBytes;
+  static constexpr uint32_t kVRowBytes = kVChunks * kRowChunkBytes;
+  static constexpr uint32_t kQChunkBytes = chunk_bytes(kBlockM);  // of dO as well
   static constexpr uint32_t kQBytes = kChunks * kQChunkBytes;
+  static constexpr uint32_t kDoBytes = kVChunks * kQChunkBytes;
 
   static constexpr uint32_t kOffsetK = 0;
-  static constexpr uint32_t kOffsetV = kKeyGroups * kRowBytes;
-  static constexpr uint32_t kOffsetQ = 2 * kKeyGroups * kRowBytes;
+  static constexpr uint32_t kOffsetV = kKeyGroups * kKRowBytes;
+  static constexpr uint32_t kOffsetQ = kOffsetV + kKeyGroups * kVRowBytes;
   static constexpr uint32_t kOffsetDo = kOffsetQ + kStages * kQBytes;
-  static constexpr uint32_t kOffsetScores = kOffsetDo + kStages * kQBytes;
+  static constexpr uint32_t kOffsetScores = kOffsetDo + kStages * kDoBytes;
   static constexpr uint32_t kOffsetLse = kOffsetScores + kTile.scores_bytes();
   static constexpr uint32_t kOffsetDelta = kOffsetLse + 4 * kStages * kBlockM;
   static constexpr uint32_t kOffsetBarriers = kOffsetDelta + 4 * kStages * kBlockM;
@@ -53,6 +55,7 @@ struct BwdDkvConfig : BwdKeyBlockConfig<Element, kBwdDkvTiles, kRow> {
   static constexpr uint32_t kSmemBytes = Base::kOffsetEnd;
   static_assert(kSmemBytes == Base::kTile.smem_bytes());
   static constexpr bool kRoles = Base::kTile.roles;
+  static constexpr int kHeadDimV = Base::kTile.bucket_v;
   static constexpr uint32_t kPBytes = 4 * 64 * Base::kBlockM;  // of a stage, for roles
   // With keys of its own, a consumer holds a stage while it passes over one that only the other
   // needs.

@@ -18,11 +18,12 @@ class BwdDkvConsumerBase {
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
   static constexpr int kMTiles = kBlockM / 8;  // of queries, the columns of S^T
-  static constexpr uint32_t kWarpRowBytes = tile::SmemLayout<kHeadDim>::tile_bytes(16);
+  static constexpr int kHeadDimV = Config::kHeadDimV;
   static constexpr int kRowsBarrier = 1;
   using Scores = float[1][kMTiles][4];
   using Fragments = uint32_t[kMTiles / 2][4];
-  using Gradient = float[1][kHeadDim / 8][4];
+  template <int kDim>
+  using Gradient = float[1][kDim / 8][4];
 
   __device__ __forceinline__ BwdDkvConsumerBase(const BwdParams& params,
                                                 const ScoreTransform& transform,
@@ -45,11 +46,14 @@ class BwdDkvConsumerBase {
     return smem + Config::kOffsetQ + stage * Config::kQBytes;
   }
   __device__ __forceinline__ uint32_t sDo(int stage) const {
-    return smem + Config::kOffsetDo + stage * Config::kQBytes;
+    return smem + Config::kOffsetDo + stage * Config::kDoBytes;
   }
-  // These 64 keys' rows of K or V.
-  __device__ __forceinline__ uint32_t own_rows(uint32_t offset) const {
-    return smem + offset + key_group * Config::kRowBytes;
+  // These 64 keys' rows.
+  __device__ __forceinline__ uint32_t own_k() const {
+    return smem + Config::kOffsetK + key_group * Config::kKRowBytes;
+  }
+  __device__ __forceinline__ uint32_t own_v() const {
+    return smem + Config::kOffsetV + key_group * Config::kVRowBytes;
   }
 
   // Q of the ring's stage is there, and so are the statistics.
@@ -144,41 +148,56 @@ class BwdDkvConsumerBase {
     });
   }
 
-  // Starts scores (64 keys, kBlockM queries) = rows of K or V times the stage's Q or dO.
-  __device__ __forceinline__ void start_scores(float (&acc)[kMTiles][4], uint32_t offset,
-                                               uint32_t queries) const {
-    // Of unknown origin: the descriptors of its sixteenths are made here and not kept in registers.
-    const uint32_t rows = ptx::uniform(ptx::opaque(own_rows(offset)));
-    start_xyt<Element, kHeadDim>(acc, rows, Config::kRowChunkBytes, queries, Config::kQChunkBytes);
+  // Starts S^T or dP^T (64 keys, kBlockM queries) of a stage.
+  __device__ __forceinline__ void start_s(float (&acc)[kMTiles][4], int stage) const {
+    start_scores<kHeadDim>(acc, own_k(), sQ(stage));
+  }
+  __device__ __forceinline__ void start_dp(float (&acc)[kMTiles][4], int stage) const {
+    start_scores<kHeadDimV>(acc, own_v(), sDo(stage));
   }
 
-  // dV leaves through these keys' rows of K, and dK through those of V, once all warps of the
-  // consumer are done with them: where consumers share keys, the one that sums dV alone reads K.
-  __device__ __forceinline__ void store_dv(Gradient& acc) const {
-    store_dv(acc, own_rows(Config::kOffsetK) + warp_in_group() * kWarpRowBytes);
+  // dV leaves through these keys' rows of K, and dK through those of V and, where they are shorter,
+  // what follows, once all warps of the consumer are done with them: where consumers share keys,
+  // the one that sums dV alone reads K, and is done with Q when P is there.
+  __device__ __forceinline__ void store_dv(Gradient<kHeadDimV>& acc) const {
+    store_dv(acc, own_k() + warp_in_group() * kWarpBytes<kHeadDimV>);
   }
-  __device__ __forceinline__ void store_dk(Gradient& acc) const {
-    store_dk(acc, own_rows(Config::kOffsetV) + warp_in_group() * kWarpRowBytes);
+  __device__ __forceinline__ void store_dk(Gradient<kHeadDim>& acc) const {
+    static_assert(Config::kRoles || kHeadDimV == kHeadDim);
+    store_dk(acc, own_v() + warp_in_group() * kWarpBytes<kHeadDim>);
   }
-  // Through kWarpRowBytes of this warp.
-  __device__ __forceinline__ void store_dv(Gradient& acc, uint32_t staging) const {
-    store(acc, 1.0f, staging, params.dv, params.dv_strides, params.head_dim_v);
+  // Through 16 rows of shared memory, this warp's.
+  __device__ __forceinline__ void store_dv(Gradient<kHeadDimV>& acc, uint32_t staging) const {
+    store<kHeadDimV>(acc, 1.0f, staging, params.dv, params.dv_strides, params.head_dim_v);
   }
-  __device__ __forceinline__ void store_dk(Gradient& acc, uint32_t staging) const {
-    store(acc, transform.softmax_scale, staging, params.dk, params.dk_strides, params.head_dim);
+  __device__ __forceinline__ void store_dk(Gradient<kHeadDim>& acc, uint32_t staging) const {
+    store<kHeadDim>(acc, transform.softmax_scale, staging, params.dk, params.dk_strides,
+                    params.head_dim);
   }
   __device__ __forceinline__ void await_rows() const {
     ptx::named_barrier_sync(kRowsBarrier + consumer, 128);
   }
 
  private:
-  __device__ __forceinline__ void store(Gradient& acc, float factor, uint32_t staging,
+  template <int kDim>
+  static constexpr uint32_t kWarpBytes = tile::SmemLayout<kDim>::tile_bytes(16);
+
+  template <int kDim>
+  __device__ __forceinline__ void start_scores(float (&acc)[kMTiles][4], uint32_t rows,
+                                               uint32_t queries) const {
+    // Of unknown origin: the descriptors of its sixteenths are made here and not kept in registers.
+    start_xyt<Element, kDim>(acc, ptx::uniform(ptx::opaque(rows)), Config::kRowChunkBytes, queries,
+                             Config::kQChunkBytes);
+  }
+
+  template <int kDim>
+  __device__ __forceinline__ void store(Gradient<kDim>& acc, float factor, uint32_t staging,
                                         void* gradient, const Strides& strides,
                                         int valid_cols) const {
     Element* to = head_ptr(static_cast<Element*>(gradient), strides, work.batch_idx,
                            work.side_k.start + warp_key0(), work.kv_head_idx);
-    tile::store_rows<Element, 1, kHeadDim>(acc, factor, staging, to, strides.row,
-                                           work.side_k.length - warp_key0(), valid_cols, lane());
+    tile::store_rows<Element, 1, kDim>(acc, factor, staging, to, strides.row,
+                                       work.side_k.length - warp_key0(), valid_cols, lane());
   }
 
  protected:
@@ -199,10 +218,10 @@ template <typename Config>
 class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
   using Base = BwdDkvConsumerBase<Config>;
   using Base::kBlockM, Base::kMTiles;
-  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_s,
+      Base::start_dp;
   using Base::work, Base::band, Base::transform, Base::barriers, Base::ring, Base::key0;
-  using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
-      typename Base::Scores;
+  using typename Base::Element, typename Base::Fragments, typename Base::Scores;
 
  public:
   __device__ __forceinline__ BwdDkvConsumer(const BwdParams& params,
@@ -219,7 +238,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
     tile::clear(acc_dv);
     if (next_own()) {
       ptx::mbarrier_wait(barriers.k_full(), 0);
-      start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+      start_s(acc_s[0], ring.stage());
       ptx::mbarrier_wait(barriers.v_full(), 0);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s[0]);
@@ -244,21 +263,20 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
     while (more) {
       const int stage = ring.stage();
       await_do();
-      const auto start_dp = [&] { start_scores(acc_dp, Config::kOffsetV, sDo(stage)); };
       const auto start_dv = [&] {
         start_wz<Element>(acc_dv[0], p, sDo(stage), Config::kQChunkBytes);
       };
       // Long blocks leave no registers for P in 16 bits beside dP; with a softcap P and its
       // derivative are two things, and dP waits until dV has taken P.
       constexpr bool kPackLate = !kInPlace && kBlockM > 64;
-      if constexpr (!kInPlace) start_dp();
+      if constexpr (!kInPlace) start_dp(acc_dp, stage);
       this->template form_p<kInPlace, !kPackLate>(p, acc_s, stage, block * kBlockM);
       if constexpr (kInPlace) {
         start_dv();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(acc_dv[0]);
         ptx::wgmma_pin(p);
-        start_dp();
+        start_dp(acc_dp, stage);
       }
       // The next block, whose S is the last product of this step. Waiting for it here keeps the
       // exponentials ahead of the next wait.
@@ -270,7 +288,7 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
       if constexpr (!kInPlace) start_dv();
       start_wz<Element>(acc_dk[0], ds, sQ(stage), Config::kQChunkBytes);
       // Behind the last block of whatever lies there, and nobody reads it.
-      start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+      start_s(acc_s[0], ring.stage());
       if constexpr (!kInPlace) {
         ptx::wgmma_wait<2>();
         ptx::wgmma_pin(acc_dv[0]);
@@ -307,21 +325,22 @@ class BwdDkvConsumer : BwdDkvConsumerBase<Config> {
 
   Scores acc_s;  // S^T, then P^T
   float acc_dp[kMTiles][4];
-  Gradient acc_dk, acc_dv;
+  typename Base::template Gradient<Config::kHeadDim> acc_dk;
+  typename Base::template Gradient<Config::kHeadDimV> acc_dv;
 };
 
 // One of two consumers with the same 64 keys: a query block is a product of (64 keys, kBlockM)
 // scores and one that adds to the gradient, the next block's scores running behind it. P changes
-// hands in fp32, in accumulator order, through a stage of shared memory.
-template <typename Config>
+// hands in fp32, in accumulator order, through a stage of shared memory. kDim: of the gradient.
+template <typename Config, int kDim>
 class BwdDkvRoleConsumer : protected BwdDkvConsumerBase<Config> {
  protected:
   using Base = BwdDkvConsumerBase<Config>;
   using Base::kBlockM, Base::kMTiles;
-  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_s,
+      Base::start_dp;
   using Base::work, Base::transform, Base::barriers, Base::ring;
-  using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
-      typename Base::Scores;
+  using typename Base::Element, typename Base::Fragments, typename Base::Scores;
 
   __device__ __forceinline__ BwdDkvRoleConsumer(const BwdParams& params,
                                                 const ScoreTransform& transform,
@@ -337,15 +356,16 @@ class BwdDkvRoleConsumer : protected BwdDkvConsumerBase<Config> {
   }
 
   Scores acc_s;  // S^T, then P^T; or dP^T
-  Gradient acc;
+  typename Base::template Gradient<kDim> acc;
 };
 
 // Forms P and sums dV.
 template <typename Config>
-class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
-  using Base = BwdDkvRoleConsumer<Config>;
+class BwdDvConsumer : BwdDkvRoleConsumer<Config, Config::kHeadDimV> {
+  using Base = BwdDkvRoleConsumer<Config, Config::kHeadDimV>;
   using Base::kBlockM, Base::kMTiles;
-  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_s,
+      Base::start_dp;
   using Base::work, Base::transform, Base::barriers, Base::ring, Base::acc_s, Base::acc;
   using typename Base::Element, typename Base::Fragments;
 
@@ -358,7 +378,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
     if (work.num_steps() > 0) {
       ptx::mbarrier_wait(barriers.k_full(), 0);
       await_q();
-      start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+      start_s(acc_s[0], ring.stage());
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s[0]);
       if (transform.in_place) {
@@ -394,7 +414,7 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
       block = work.block_after(block);
       if (steps > 1) await_q();
       // Behind the last block of whatever lies there, and nobody reads it.
-      start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+      start_s(acc_s[0], ring.stage());
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc[0]);
       ptx::wgmma_pin(p);
@@ -407,9 +427,10 @@ class BwdDvConsumer : BwdDkvRoleConsumer<Config> {
 
 // Forms dS from the other's P and sums dK.
 template <typename Config>
-class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
-  using Base = BwdDkvRoleConsumer<Config>;
-  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+class BwdDkConsumer : BwdDkvRoleConsumer<Config, Config::kHeadDim> {
+  using Base = BwdDkvRoleConsumer<Config, Config::kHeadDim>;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_s,
+      Base::start_dp;
   using Base::work, Base::barriers, Base::ring, Base::acc_s, Base::acc;
   using typename Base::Element, typename Base::Fragments;
 
@@ -423,7 +444,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
       ptx::mbarrier_wait(barriers.v_full(), 0);
       await_q();
       await_do();
-      start_scores(acc_s[0], Config::kOffsetV, sDo(ring.stage()));
+      start_dp(acc_s[0], ring.stage());
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s[0]);
       walk();
@@ -452,7 +473,7 @@ class BwdDkConsumer : BwdDkvRoleConsumer<Config> {
         await_do();
       }
       // Behind the last block of whatever lies there, and nobody reads it.
-      start_scores(acc_s[0], Config::kOffsetV, sDo(ring.stage()));
+      start_dp(acc_s[0], ring.stage());
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc[0]);
       ptx::wgmma_pin(ds);

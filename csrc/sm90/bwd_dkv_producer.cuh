@@ -25,48 +25,29 @@ class BwdDkvProducer {
 
   // One thread: every copy.
   __device__ __forceinline__ void load() {
-    const int batch = params.cu_seqlens_q == nullptr ? work.batch_idx : 0;
-    const int q_start = static_cast<int>(work.side_q.start);
-    const auto load_keys = [&](const CUtensorMap& map, uint32_t offset, uint32_t full) {
-      ptx::mbarrier_arrive_expect_tx(full, Config::kKeyGroups * Config::kRowBytes);
-      for (int w = 0; w < Config::kKeyGroups; ++w) {
-#pragma unroll
-        for (int c = 0; c < Config::kChunks; ++c) {
-          ptx::tma_load_4d(smem + offset + w * Config::kRowBytes + c * Config::kRowChunkBytes, &map,
-                           full, 64 * c, static_cast<int>(work.side_k.start) + work.n0 + 64 * w,
-                           work.kv_head_idx, batch);
-        }
-      }
-    };
-    const auto load_queries = [&](const CUtensorMap& map, uint32_t dst, uint32_t bar, int m0,
-                                  int head) {
-#pragma unroll
-      for (int c = 0; c < Config::kChunks; ++c) {
-        ptx::tma_load_4d(dst + c * Config::kQChunkBytes, &map, bar, 64 * c, q_start + m0, head,
-                         batch);
-      }
-    };
-    load_keys(maps.k, Config::kOffsetK, barriers.k_full());
+    load_keys<Config::kChunks>(maps.k, Config::kOffsetK, barriers.k_full());
     bool first = true;
     work.for_each_step(kBlockM, [&](int m0, int head) {
       const int s = ring.stage();
       const uint32_t sQ = smem + Config::kOffsetQ + s * Config::kQBytes;
-      const uint32_t sDo = smem + Config::kOffsetDo + s * Config::kQBytes;
+      const uint32_t sDo = smem + Config::kOffsetDo + s * Config::kDoBytes;
       // Where rows are to become zero first, the warp below says when Q and dO are there.
       const bool as_it_is = !work.has_foreign_rows(m0, kBlockM);
       ptx::mbarrier_wait(barriers.q_empty(s), ring.phase() ^ 1);  // a fresh barrier lets pass
       if (as_it_is) {
         ptx::mbarrier_arrive_expect_tx(barriers.q_full(s), Config::kQBytes);
       } else {
-        ptx::mbarrier_arrive_expect_tx(barriers.landed(s), 2 * Config::kQBytes);
+        ptx::mbarrier_arrive_expect_tx(barriers.landed(s), Config::kQBytes + Config::kDoBytes);
         ptx::mbarrier_arrive(barriers.q_full(s));
       }
-      load_queries(maps.q, sQ, as_it_is ? barriers.q_full(s) : barriers.landed(s), m0, head);
-      if (first) load_keys(maps.v, Config::kOffsetV, barriers.v_full());
+      load_queries<Config::kChunks>(maps.q, sQ, as_it_is ? barriers.q_full(s) : barriers.landed(s),
+                                    m0, head);
+      if (first) load_keys<Config::kVChunks>(maps.v, Config::kOffsetV, barriers.v_full());
       first = false;
       ptx::mbarrier_wait(barriers.do_empty(s), ring.phase() ^ 1);
-      if (as_it_is) ptx::mbarrier_arrive_expect_tx(barriers.do_full(s), Config::kQBytes);
-      load_queries(maps.dout, sDo, as_it_is ? barriers.do_full(s) : barriers.landed(s), m0, head);
+      if (as_it_is) ptx::mbarrier_arrive_expect_tx(barriers.do_full(s), Config::kDoBytes);
+      load_queries<Config::kVChunks>(maps.dout, sDo,
+                                     as_it_is ? barriers.do_full(s) : barriers.landed(s), m0, head);
       ring.advance();
     });
   }
@@ -99,10 +80,13 @@ class BwdDkvProducer {
         landed_phases ^= 1u << s;
         const int begin = min(max(work.rows.begin - m0, 0), kBlockM);
         const int end = min(max(work.rows.end - m0, begin), kBlockM);
-        for (const uint32_t offset : {Config::kOffsetQ, Config::kOffsetDo}) {
-          const uint32_t tile = smem + offset + s * Config::kQBytes;
-          zero_rows<Config::kChunks>(tile, Config::kQChunkBytes, 0, begin, lane, 32);
-          zero_rows<Config::kChunks>(tile, Config::kQChunkBytes, end, kBlockM, lane, 32);
+        const uint32_t sQ = smem + Config::kOffsetQ + s * Config::kQBytes;
+        const uint32_t sDo = smem + Config::kOffsetDo + s * Config::kDoBytes;
+        for (const BlockRange& foreign : {BlockRange{0, begin}, BlockRange{end, kBlockM}}) {
+          zero_rows<Config::kChunks>(sQ, Config::kQChunkBytes, foreign.begin, foreign.end, lane,
+                                     32);
+          zero_rows<Config::kVChunks>(sDo, Config::kQChunkBytes, foreign.begin, foreign.end, lane,
+                                      32);
         }
         __syncwarp();  // every lane's part is zero before dO is said to be there
         if (lane == 0) ptx::mbarrier_arrive(barriers.do_full(s));
@@ -113,6 +97,33 @@ class BwdDkvProducer {
   }
 
  private:
+  __device__ __forceinline__ int batch() const {
+    return params.cu_seqlens_q == nullptr ? work.batch_idx : 0;
+  }
+  template <int kChunks>
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, uint32_t offset,
+                                            uint32_t full) const {
+    constexpr uint32_t kRowBytes = kChunks * Config::kRowChunkBytes;
+    ptx::mbarrier_arrive_expect_tx(full, Config::kKeyGroups * kRowBytes);
+    for (int w = 0; w < Config::kKeyGroups; ++w) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        ptx::tma_load_4d(smem + offset + w * kRowBytes + c * Config::kRowChunkBytes, &map, full,
+                         64 * c, static_cast<int>(work.side_k.start) + work.n0 + 64 * w,
+                         work.kv_head_idx, batch());
+      }
+    }
+  }
+  template <int kChunks>
+  __device__ __forceinline__ void load_queries(const CUtensorMap& map, uint32_t dst, uint32_t bar,
+                                               int m0, int head) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      ptx::tma_load_4d(dst + c * Config::kQChunkBytes, &map, bar, 64 * c,
+                       static_cast<int>(work.side_q.start) + m0, head, batch());
+    }
+  }
+
   const BwdParams& params;
   const BwdTensorMaps& maps;
   const BwdDkvWork& work;

@@ -40,24 +40,27 @@ template <typename Element_, int kRow>
 struct BwdDqConfig {
   using Element = Element_;
   static constexpr BwdDqTile kTile = kBwdDqTiles[kRow];
-  static constexpr int kHeadDim = kTile.bucket, kBlockN = kTile.block_n;
+  static constexpr int kHeadDim = kTile.bucket, kHeadDimV = kTile.bucket_v;
+  static constexpr int kBlockN = kTile.block_n;
   static constexpr int kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kNumThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegs = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegs = kConsumers == 2 ? 240 : 160;
-  static_assert(kHeadDim % 32 == 0 && kBlockN % 16 == 0);
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kBlockN % 16 == 0);
 
-  static constexpr int kChunks = kTile.chunks();
+  static constexpr int kChunks = kTile.chunks(), kVChunks = kTile.v_chunks();
   static constexpr uint32_t kRowChunkBytes = chunk_bytes(64);  // one consumer's rows
-  static constexpr uint32_t kRowBytes = kChunks * kRowChunkBytes;
+  static constexpr uint32_t kQRowBytes = kChunks * kRowChunkBytes;
+  static constexpr uint32_t kDoRowBytes = kVChunks * kRowChunkBytes;
   static constexpr uint32_t kKvChunkBytes = chunk_bytes(kBlockN);
-  static constexpr uint32_t kKvBytes = kChunks * kKvChunkBytes;
+  static constexpr uint32_t kKBytes = kChunks * kKvChunkBytes;
+  static constexpr uint32_t kVBytes = kVChunks * kKvChunkBytes;
 
   static constexpr uint32_t kOffsetQ = 0;
-  static constexpr uint32_t kOffsetDo = kConsumers * kRowBytes;
-  static constexpr uint32_t kOffsetK = 2 * kConsumers * kRowBytes;
-  static constexpr uint32_t kOffsetV = kOffsetK + kTile.k_stages * kKvBytes;
-  static constexpr uint32_t kOffsetBarriers = kOffsetV + kTile.v_stages * kKvBytes;
+  static constexpr uint32_t kOffsetDo = kConsumers * kQRowBytes;
+  static constexpr uint32_t kOffsetK = kOffsetDo + kConsumers * kDoRowBytes;
+  static constexpr uint32_t kOffsetV = kOffsetK + kTile.k_stages * kKBytes;
+  static constexpr uint32_t kOffsetBarriers = kOffsetV + kTile.v_stages * kVBytes;
   static constexpr uint32_t kSmemBytes = kOffsetBarriers + 8 * kTile.num_barriers();
   static_assert(kSmemBytes == kTile.smem_bytes());
 };
@@ -127,8 +130,8 @@ class BwdDqLoader {
   __device__ __forceinline__ void run() {
     int n_block = work.blocks.end - 1;
     load_k(n_block);
-    load_rows(maps.q, Config::kOffsetQ, barriers.q_full());
-    load_rows(maps.dout, Config::kOffsetDo, barriers.do_full());
+    load_rows<Config::kChunks>(maps.q, Config::kOffsetQ, barriers.q_full());
+    load_rows<Config::kVChunks>(maps.dout, Config::kOffsetDo, barriers.do_full());
     load_v(n_block);
     while (--n_block >= work.blocks.begin) {
       load_k(n_block);
@@ -137,36 +140,39 @@ class BwdDqLoader {
   }
 
  private:
+  template <int kChunks>
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t offset,
                                             uint32_t full) const {
-    ptx::mbarrier_arrive_expect_tx(full, Config::kConsumers * Config::kRowBytes);
+    constexpr uint32_t kRowBytes = kChunks * Config::kRowChunkBytes;
+    ptx::mbarrier_arrive_expect_tx(full, Config::kConsumers * kRowBytes);
     for (int w = 0; w < Config::kConsumers; ++w) {
 #pragma unroll
-      for (int c = 0; c < Config::kChunks; ++c) {
-        ptx::tma_load_4d(smem + offset + w * Config::kRowBytes + c * Config::kRowChunkBytes, &map,
-                         full, 64 * c, static_cast<int>(work.side_q.start) + work.m0 + 64 * w,
+      for (int c = 0; c < kChunks; ++c) {
+        ptx::tma_load_4d(smem + offset + w * kRowBytes + c * Config::kRowChunkBytes, &map, full,
+                         64 * c, static_cast<int>(work.side_q.start) + work.m0 + 64 * w,
                          work.head_idx, batch);
       }
     }
   }
   __device__ __forceinline__ void load_k(int n_block) {
     const int s = k_ring.stage();
-    load(maps.k, Config::kOffsetK + s * Config::kKvBytes, barriers.k_full(s), barriers.k_empty(s),
-         k_ring.phase(), n_block);
+    load<Config::kChunks>(maps.k, Config::kOffsetK + s * Config::kKBytes, barriers.k_full(s),
+                          barriers.k_empty(s), k_ring.phase(), n_block);
     k_ring.advance();
   }
   __device__ __forceinline__ void load_v(int n_block) {
     const int s = v_ring.stage();
-    load(maps.v, Config::kOffsetV + s * Config::kKvBytes, barriers.v_full(s), barriers.v_empty(s),
-         v_ring.phase(), n_block);
+    load<Config::kVChunks>(maps.v, Config::kOffsetV + s * Config::kVBytes, barriers.v_full(s),
+                           barriers.v_empty(s), v_ring.phase(), n_block);
     v_ring.advance();
   }
+  template <int kChunks>
   __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t offset, uint32_t full,
                                        uint32_t empty, uint32_t phase, int n_block) const {
     ptx::mbarrier_wait(empty, phase ^ 1);  // a fresh barrier lets pass
-    ptx::mbarrier_arrive_expect_tx(full, Config::kKvBytes);
+    ptx::mbarrier_arrive_expect_tx(full, kChunks * Config::kKvChunkBytes);
 #pragma unroll
-    for (int c = 0; c < Config::kChunks; ++c) {
+    for (int c = 0; c < kChunks; ++c) {
       ptx::tma_load_4d(smem + offset + c * Config::kKvChunkBytes, &map, full, 64 * c,
                        static_cast<int>(work.side_k.start) + n_block * Config::kBlockN,
                        work.kv_head_idx, batch);
@@ -235,11 +241,18 @@ class BwdDqConsumer {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ static int warp_in_group() { return threadIdx.x / 32 % 4; }
   __device__ __forceinline__ int warp_row0() const { return row0 + 16 * warp_in_group(); }
+  // This consumer's rows.
+  __device__ __forceinline__ uint32_t sQ() const {
+    return smem + Config::kOffsetQ + consumer * Config::kQRowBytes;
+  }
+  __device__ __forceinline__ uint32_t sDo() const {
+    return smem + Config::kOffsetDo + consumer * Config::kDoRowBytes;
+  }
   __device__ __forceinline__ uint32_t sK() const {
-    return smem + Config::kOffsetK + k_ring.stage() * Config::kKvBytes;
+    return smem + Config::kOffsetK + k_ring.stage() * Config::kKBytes;
   }
   __device__ __forceinline__ uint32_t sV() const {
-    return smem + Config::kOffsetV + v_ring.stage() * Config::kKvBytes;
+    return smem + Config::kOffsetV + v_ring.stage() * Config::kVBytes;
   }
 
   __device__ __forceinline__ void load_statistics() {
@@ -260,8 +273,8 @@ class BwdDqConsumer {
 #pragma unroll 1
     for (int n_block = last; n_block >= first; --n_block) {
       ptx::mbarrier_wait(barriers.v_full(v_ring.stage()), v_ring.phase());
-      start_xyt<Element, kHeadDim>(acc_dp, smem + Config::kOffsetDo + consumer * Config::kRowBytes,
-                                   Config::kRowChunkBytes, sV(), Config::kKvChunkBytes);
+      start_xyt<Element, Config::kHeadDimV>(acc_dp, sDo(), Config::kRowChunkBytes, sV(),
+                                            Config::kKvChunkBytes);
       form_p<kInPlace>(n_block * kBlockN);
       // Waiting here for what is needed below keeps the exponentials ahead of the next wait.
       const auto this_k = k_ring;
@@ -282,7 +295,7 @@ class BwdDqConsumer {
       for (int kk = 0; kk < kNTiles / 2; ++kk) {
         tile::pack_a_fragment<Element>(ds[kk], acc_s[0], kk);
       }
-      start_wz<Element>(acc_dq[0], ds, smem + Config::kOffsetK + this_k.stage() * Config::kKvBytes,
+      start_wz<Element>(acc_dq[0], ds, smem + Config::kOffsetK + this_k.stage() * Config::kKBytes,
                         Config::kKvChunkBytes);
       start_s();  // behind the last block of whatever lies there, and nobody reads it
       ptx::wgmma_wait<1>();
@@ -315,8 +328,8 @@ class BwdDqConsumer {
   }
 
   __device__ __forceinline__ void start_s() {
-    start_xyt<Element, kHeadDim>(acc_s[0], smem + Config::kOffsetQ + consumer * Config::kRowBytes,
-                                 Config::kRowChunkBytes, sK(), Config::kKvChunkBytes);
+    start_xyt<Element, kHeadDim>(acc_s[0], sQ(), Config::kRowChunkBytes, sK(),
+                                 Config::kKvChunkBytes);
   }
 
   __device__ __forceinline__ void await_k() const {
@@ -350,8 +363,8 @@ class BwdDqConsumer {
     const int thread_idx = threadIdx.x - 128, num_threads = 128 * Config::kConsumers;
     zero_rows<Config::kChunks>(sK(), Config::kKvChunkBytes, valid, kBlockN, thread_idx,
                                num_threads);
-    zero_rows<Config::kChunks>(sV(), Config::kKvChunkBytes, valid, kBlockN, thread_idx,
-                               num_threads);
+    zero_rows<Config::kVChunks>(sV(), Config::kKvChunkBytes, valid, kBlockN, thread_idx,
+                                num_threads);
     // Every consumer's part is zero before one multiplies.
     ptx::named_barrier_sync(kTailBarrier, num_threads);
   }
@@ -364,10 +377,9 @@ class BwdDqConsumer {
     if (!__any_sync(0xffffffffu, begin > 0 || row0 + end < min(row0 + 64, work.side_q.length))) {
       return;
     }
-    const uint32_t rows = smem + Config::kOffsetDo + consumer * Config::kRowBytes;
     const int thread_idx = threadIdx.x % 128;
-    zero_rows<Config::kChunks>(rows, Config::kRowChunkBytes, 0, begin, thread_idx, 128);
-    zero_rows<Config::kChunks>(rows, Config::kRowChunkBytes, end, 64, thread_idx, 128);
+    zero_rows<Config::kVChunks>(sDo(), Config::kRowChunkBytes, 0, begin, thread_idx, 128);
+    zero_rows<Config::kVChunks>(sDo(), Config::kRowChunkBytes, end, 64, thread_idx, 128);
     // Every warp's part is zero before one multiplies.
     ptx::named_barrier_sync(kRowsBarrier + consumer, 128);
   }
@@ -377,8 +389,7 @@ class BwdDqConsumer {
     ptx::named_barrier_sync(kRowsBarrier + consumer, 128);
     Element* gDq = head_ptr(static_cast<Element*>(params.dq), params.dq_strides, work.batch_idx,
                             work.side_q.start + warp_row0(), work.head_idx);
-    const uint32_t staging =
-        smem + Config::kOffsetQ + consumer * Config::kRowBytes + warp_in_group() * kWarpRowBytes;
+    const uint32_t staging = sQ() + warp_in_group() * kWarpRowBytes;
     tile::store_rows<Element, 1, kHeadDim>(acc_dq, transform.softmax_scale, staging, gDq,
                                            params.dq_strides.row, work.side_q.length - warp_row0(),
                                            params.head_dim, lane());

@@ -13,6 +13,7 @@ template <typename Element, int kRow>
 struct BwdFusedConfig : BwdKeyBlockConfig<Element, kBwdFusedTiles, kRow> {
   using Base = BwdKeyBlockConfig<Element, kBwdFusedTiles, kRow>;
   static constexpr bool kRoles = false, kInOrder = Base::kTile.in_order;
+  static constexpr int kHeadDimV = Base::kHeadDim;
   static constexpr int kDsStages = Base::kTile.ds_stages;
   static constexpr int kTurnStages = Base::kTile.turn_stages;
   static constexpr uint32_t kDsChunkBytes = chunk_bytes(Base::kBlockM);

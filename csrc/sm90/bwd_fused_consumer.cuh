@@ -21,10 +21,10 @@ template <typename Config>
 class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
   using Base = BwdDkvConsumerBase<Config>;
   using Base::kBlockM, Base::kMTiles;
-  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_scores;
+  using Base::sQ, Base::sDo, Base::await_q, Base::await_do, Base::release, Base::start_s,
+      Base::start_dp;
   using Base::work, Base::band, Base::transform, Base::ring, Base::key0, Base::consumer, Base::smem;
-  using typename Base::Element, typename Base::Fragments, typename Base::Gradient,
-      typename Base::Scores;
+  using typename Base::Element, typename Base::Fragments, typename Base::Scores;
   static constexpr int kBothBarrier = 1, kTurnBarrier = 2, kOwnBarrier = 4;
   static constexpr int kBothThreads = 128 * Config::kConsumers;
   // Long blocks leave no registers for P in 16 bits beside dP.
@@ -81,9 +81,9 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     }
 
     await_q();
-    start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+    start_s(acc_s[0], ring.stage());
     await_do();
-    start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
+    start_dp(acc_dp, ring.stage());
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(acc_s[0]);
     // Steps without a mask have a loop of their own: the registers of masks are not theirs. The
@@ -151,7 +151,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::wgmma_pin(acc_dv[0]);
     ptx::wgmma_pin(p);
     release(barriers.do_empty(stage));
-    if constexpr (!kLast) start_scores(acc_s[0], Config::kOffsetK, sQ(ring.stage()));
+    if constexpr (!kLast) start_s(acc_s[0], ring.stage());
     if constexpr (!kFirst) {
       put_dq<4>(acc_dq);
       pass_turn();
@@ -162,7 +162,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     ptx::mbarrier_arrive(barriers.q_empty(stage));  // with the statistics: each lane
     if constexpr (!kLast) {
       if (more) await_do();
-      start_scores(acc_dp, Config::kOffsetV, sDo(ring.stage()));
+      start_dp(acc_dp, ring.stage());
     }
     give_turn();
 
@@ -254,7 +254,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     const uint32_t sK = smem + Config::kOffsetK + piece_columns * Config::kRowChunkBytes;
     start_xz<Element, Config::kBlockN / 16>(acc, ptx::uniform(ptx::opaque(sDs)),
                                             Config::kDsChunkBytes, ptx::uniform(ptx::opaque(sK)),
-                                            Config::kRowBytes);
+                                            Config::kKRowBytes);
   }
 
   // This thread's part of the step's piece becomes the place to add to, a step later.
@@ -295,9 +295,8 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
     if (params.cu_seqlens_k == nullptr && params.seqused_k == nullptr) return;
     if (work.n0 + Config::kBlockN <= work.side_k.length) return;
     const int valid = min(max(work.side_k.length - key0, 0), 64);
-    for (const uint32_t offset : {Config::kOffsetK, Config::kOffsetV}) {
-      zero_rows<Config::kChunks>(this->own_rows(offset), Config::kRowChunkBytes, valid, 64,
-                                 threadIdx.x % 128, 128);
+    for (const uint32_t rows : {this->own_k(), this->own_v()}) {
+      zero_rows<Config::kChunks>(rows, Config::kRowChunkBytes, valid, 64, threadIdx.x % 128, 128);
     }
     // Every thread's part is zero before one of them multiplies.
     ptx::named_barrier_sync(kBothBarrier, kBothThreads);
@@ -318,7 +317,7 @@ class BwdFusedConsumer : BwdDkvConsumerBase<Config> {
 
   Scores acc_s;  // S^T, then P^T
   float acc_dp[kMTiles][4];
-  Gradient acc_dk, acc_dv;
+  typename Base::template Gradient<Config::kHeadDim> acc_dk, acc_dv;
 };
 
 }  // namespace flashattn_ext::sm90

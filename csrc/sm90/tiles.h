@@ -58,7 +58,7 @@ inline constexpr FwdTile kFwdTiles[] = {
 // dQ kernel: a CTA per (query block, head), of one producer warpgroup and `consumers` of 64 query
 // rows each. A problem runs in the smallest bucket that holds both head dims.
 struct BwdDqTile {
-  int32_t bucket;
+  int32_t bucket, bucket_v;
   int32_t block_n;  // Bc: keys
   int32_t consumers;
   int32_t k_stages, v_stages;  // K and V tiles in flight
@@ -66,23 +66,24 @@ struct BwdDqTile {
   constexpr int32_t block_m() const { return 64 * consumers; }  // Br: query rows
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t v_chunks() const { return (bucket_v + 63) / 64; }
   constexpr int32_t num_barriers() const { return 2 + 2 * (k_stages + v_stages); }
-  // Q and dO, K and V; barriers.
+  // Q and K, dO and V; barriers.
   constexpr int32_t smem_bytes() const {
-    return FwdTile::chunk_bytes(2 * block_m() + (k_stages + v_stages) * block_n) * chunks() +
-           8 * num_barriers();
+    return FwdTile::chunk_bytes(block_m() + k_stages * block_n) * chunks() +
+           FwdTile::chunk_bytes(block_m() + v_stages * block_n) * v_chunks() + 8 * num_barriers();
   }
 };
 
 inline constexpr BwdDqTile kBwdDqTiles[] = {
-    {64, 64, 3, 3, 3},  {96, 64, 2, 3, 3},  {128, 64, 2, 3, 3},
-    {192, 64, 2, 3, 2}, {256, 64, 2, 2, 1},
+    {64, 64, 64, 3, 3, 3},   {96, 96, 64, 2, 3, 3},   {128, 128, 64, 2, 3, 3},
+    {192, 128, 64, 2, 3, 3}, {192, 192, 64, 2, 3, 2}, {256, 256, 64, 2, 2, 1},
 };
 
 // dK/dV kernel: a CTA per (key block, KV head), of one producer warpgroup and two consumers,
 // looping over the group's query heads and blocks.
 struct BwdDkvTile {
-  int32_t bucket;
+  int32_t bucket, bucket_v;
   int32_t block_m;  // Br: query rows
   int32_t stages;   // Q and dO tiles in flight
   bool roles;       // consumers share 64 keys and sum one gradient each; else 64 keys each
@@ -91,20 +92,21 @@ struct BwdDkvTile {
   constexpr int32_t block_n() const { return roles ? 64 : 64 * consumers; }  // Bc: keys
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t v_chunks() const { return (bucket_v + 63) / 64; }
   constexpr int32_t num_barriers() const { return 2 + (roles ? 7 : 5) * stages; }
   constexpr int32_t scores_bytes() const {  // P in fp32
     return roles ? stages * 4 * block_m * block_n() : 0;
   }
-  // K and V; Q and dO; scores; lse_log2 and delta; barriers.
+  // K and Q, V and dO; scores; lse_log2 and delta; barriers.
   constexpr int32_t smem_bytes() const {
-    return FwdTile::chunk_bytes(2 * block_n() + 2 * stages * block_m) * chunks() + scores_bytes() +
-           2 * 4 * stages * block_m + 8 * num_barriers();
+    return FwdTile::chunk_bytes(block_n() + stages * block_m) * (chunks() + v_chunks()) +
+           scores_bytes() + 2 * 4 * stages * block_m + 8 * num_barriers();
   }
 };
 
 inline constexpr BwdDkvTile kBwdDkvTiles[] = {
-    {64, 128, 3, false}, {96, 64, 3, false}, {128, 64, 3, false},
-    {192, 64, 2, true},  {256, 64, 2, true},
+    {64, 64, 128, 3, false}, {96, 96, 64, 3, false},  {128, 128, 64, 3, false},
+    {192, 128, 64, 3, true}, {192, 192, 64, 2, true}, {256, 256, 64, 2, true},
 };
 
 // Fused kernel: CTAs of one producer warpgroup and two consumers of 64 keys each, which take tiles
@@ -123,6 +125,7 @@ struct BwdFusedTile {
   constexpr int32_t block_n() const { return 64 * consumers; }  // Bc: keys
   constexpr int32_t num_warps() const { return 4 * (consumers + 1); }
   constexpr int32_t chunks() const { return (bucket + 63) / 64; }
+  constexpr int32_t v_chunks() const { return chunks(); }
   constexpr int32_t num_barriers() const {
     return 3 + 5 * stages + ds_stages + 2 * tile_slots + (in_order ? 3 * turn_stages : 0);
   }
