@@ -22,7 +22,7 @@ LABELS = {
     "fa2": "flash-attn 2",
     "fa3": "flash-attn 3",
     "fa4": "flash-attn 4",
-    "fa4_deterministic": "flash-attn 4, deterministic",
+    "fa4_deterministic": "flash-attn 4 (deterministic)",
 }
 # The rate of ours, in the same run, that a case is held against: case and sequence length (None:
 # the same), in bf16. A packed batch is held against its mean length.
@@ -91,8 +91,30 @@ def portable(line: dict) -> bool:
 Cells = list[tuple[dict, list[dict]]]
 
 
+def joined_runs(own: Iterable[dict]) -> list[list[str]]:
+    """Names of runs, those together that measured the same sources on the same GPU in parts.
+
+    Parts share no cell: a run that measures one again begins anew.
+    """
+    cells: dict[str, set[tuple]] = {}
+    sources: dict[str, tuple] = {}
+    for line in own:
+        run = line["run"]
+        cells.setdefault(run, set()).update(by_cell([line]))
+        sources[run] = tuple(line[field] for field in ("gpu", "torch", "commit", "csrc_sha256"))
+    groups: list[list[str]] = []
+    current: dict[tuple, list[str]] = {}
+    for run in sorted(cells):
+        group = current.get(sources[run])
+        if group is None or any(cells[run] & cells[other] for other in group):
+            group = current[sources[run]] = []
+            groups.append(group)
+        group.append(run)
+    return groups
+
+
 def widest_run(lines: list[dict], chosen: Callable[[dict], bool], **wanted: object) -> Cells:
-    """Lines of ours with the wanted field values, each with its cell, of one run.
+    """Lines of ours with the wanted field values, each with its cell, of one run or its parts.
 
     The newest of the runs that have the most such lines of ours that are `chosen`.
     """
@@ -105,11 +127,11 @@ def widest_run(lines: list[dict], chosen: Callable[[dict], bool], **wanted: obje
     if not own:
         return []
     sizes = Counter(line["run"] for line in own)
-    run = max(sizes, key=lambda name: (sizes[name], name))
-    cells = by_cell(line for line in fitting if line["run"] == run)
+    runs = max(joined_runs(own), key=lambda names: (sum(sizes[name] for name in names), names[-1]))
     return [
         (line, cell)
-        for cell in cells.values()
+        for run in runs
+        for cell in by_cell(line for line in fitting if line["run"] == run).values()
         for line in cell
         if line["impl"] == OURS and chosen(line)
     ]

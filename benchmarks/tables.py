@@ -7,7 +7,8 @@
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`. Each is made from one run,
 the newest that has its kind of record, and names that run, its GPU and its versions. Speed tables
 take the newest of the runs with the most cells, so that a look at a few shapes replaces no table;
-the default plan's and the portable family's are chosen apart.
+runs of the same sources that share no cell count as one. The default plan's and the portable
+family's are chosen apart.
 """
 
 import argparse
@@ -39,15 +40,20 @@ NO_RECORD = "No record yet."
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.DOTALL)
 
 
-def caption(line: dict, *more: str) -> str:
-    """One sentence: on what, with what, when, and for which sources."""
+def caption(line: dict, *more: str, runs: Iterable[str] = ()) -> str:
+    """One sentence: on what, with what, when, for which sources; `runs` where there are more."""
+    names = ", ".join(f"run `{run}`" for run in runs or (line["run"],))
     facts = [
         f"{line['gpu']}, driver {line['driver']}, CUDA {line['cuda']}, torch {line['torch']}",
-        f"{line['date']}, run `{line['run']}`",
+        f"{line['date']}, {names}",
         f"commit `{line['commit'][:10]}`, csrc `{line['csrc_sha256'][:12]}`",
         *more,
     ]
     return "; ".join(facts) + "."
+
+
+def caption_of(cells: Cells) -> str:
+    return caption(cells[0][0], runs=dict.fromkeys(line["run"] for line, _ in cells))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -120,7 +126,7 @@ def speed(cells: Cells) -> str:
         note += f"; in brackets the speed over {LABELS[BASELINE]}"
     if means:
         note += f". Geometric mean over all cells: {means}"
-    return f"{note}.\n\n{grid(texts)}\n\n{caption(cells[0][0])}"
+    return f"{note}.\n\n{grid(texts)}\n\n{caption_of(cells)}"
 
 
 def forward(lines: list[dict]) -> str:
@@ -137,9 +143,9 @@ def forward_portable(lines: list[dict]) -> str:
     return speed(cells)
 
 
-def forward_peers(lines: list[dict]) -> str:
-    """The default plan's forward over the fastest peer of each cell."""
-    cells = [(line, cell) for line, cell in training_cells(lines, "fwd") if ratios(line, cell)]
+def over_peers(lines: list[dict], op: str) -> str:
+    """The default plan over the fastest peer of each cell."""
+    cells = [(line, cell) for line, cell in training_cells(lines, op) if ratios(line, cell)]
     if not cells:
         return ""
     best = {key_of(line): best_peer(line, cell) for line, cell in cells}
@@ -150,7 +156,15 @@ def forward_peers(lines: list[dict]) -> str:
         f"{', '.join(peers)}. Geometric mean over all cells: {means}."
     )
     texts = {key: f"{ratio:.2f}× {name}" for key, (ratio, name) in best.items()}
-    return f"{note}\n\n{grid(texts)}\n\n{caption(cells[0][0])}"
+    return f"{note}\n\n{grid(texts)}\n\n{caption_of(cells)}"
+
+
+def forward_peers(lines: list[dict]) -> str:
+    return over_peers(lines, "fwd")
+
+
+def backward_peers(lines: list[dict]) -> str:
+    return over_peers(lines, "bwd")
 
 
 def best_peer(own: dict, cell: list[dict]) -> tuple[float, str]:
@@ -161,14 +175,22 @@ def best_peer(own: dict, cell: list[dict]) -> tuple[float, str]:
 
 
 def forward_cases(lines: list[dict]) -> str:
+    return other_cases(lines, "fwd", "varlen_fwd")
+
+
+def backward_cases(lines: list[dict]) -> str:
+    return other_cases(lines, "bwd")
+
+
+def other_cases(lines: list[dict], *ops: str) -> str:
     """Beside the training shapes: each case over our own rate it is held against, and the peers."""
     rows: list[list[str]] = []
     captions: dict[str, str] = {}
-    forwards = [line for line in lines if line.get("op") in ("fwd", "varlen_fwd")]
-    for case, dtype in dict.fromkeys((line["case"], line["dtype"]) for line in forwards):
+    of_op = [line for line in lines if line.get("op") in ops]
+    for case, dtype in dict.fromkeys((line["case"], line["dtype"]) for line in of_op):
         if (case, dtype) == ("dense", "bfloat16"):
             continue
-        cells = widest_run(forwards, default_plan, case=case, dtype=dtype)
+        cells = widest_run(of_op, default_plan, case=case, dtype=dtype)
         groups: dict[str, Cells] = {}
         for line, cell in cells:
             head_dim = "/".join(
@@ -176,7 +198,7 @@ def forward_cases(lines: list[dict]) -> str:
             )
             groups.setdefault(mask_name(head_dim, line["causal"]), []).append((line, cell))
         for name, group in groups.items():
-            rows.append([f"{case}, {dtype}, {name}", *case_figures(group, forwards)])
+            rows.append([f"{case}, {dtype}, {name}", *case_figures(group, of_op)])
         captions |= {line["run"]: caption(line) for line, _ in cells}
     if not rows:
         return ""
@@ -214,27 +236,24 @@ def backward(lines: list[dict]) -> str:
 def packed(lines: list[dict]) -> str:
     """One row per varlen problem and implementation."""
     rows = []
-    cells = widest_run(lines, default_plan, op="varlen_fwd")
-    for own, cell in cells:
-        problem = f"{own['op'].removeprefix('varlen_')} {own['case'].removeprefix('varlen_')}"
-        mask = mask_name(own["head_dim"], own["causal"])
-        for line in cell:
-            label = LABELS[line["impl"]]
-            if line["family"] and not default_plan(line):
-                label += f" ({line['family']})"
-            ratio = "" if line is own else f"{line['ms'] / own['ms']:.2f}×"
-            rows.append(
-                [
-                    f"{problem}, {mask}, {line['batch']} sequences",
-                    label,
-                    f"{line['tflops']:.0f}",
-                    ratio,
-                ]
-            )
+    captions: dict[str, str] = {}
+    packs = [line for line in lines if line.get("op") == "varlen_fwd"]
+    for case in dict.fromkeys(line["case"] for line in packs):
+        cells = widest_run(packs, default_plan, case=case)
+        captions |= {line["run"]: caption(line) for line, _ in cells}
+        for own, cell in cells:
+            mask = mask_name(own["head_dim"], own["causal"])
+            for line in cell:
+                label = LABELS[line["impl"]]
+                if line["family"] and not default_plan(line):
+                    label += f" ({line['family']})"
+                ratio = "" if line is own else f"{line['ms'] / own['ms']:.2f}×"
+                problem = f"{case.removeprefix('varlen_')}, {mask}, {line['batch']} sequences"
+                rows.append([problem, label, f"{line['tflops']:.0f}", ratio])
     if not rows:
         return ""
     header = ["16,384 packed tokens", "implementation", "TFLOP/s", "ours over it"]
-    return f"{table(header, rows)}\n\n{caption(cells[0][0])}"
+    return "\n\n".join([table(header, rows), *captions.values()])
 
 
 def overhead(lines: list[dict]) -> str:
@@ -286,6 +305,8 @@ SECTIONS: dict[str, Callable[[list[dict]], str]] = {
     "fwd_peers": forward_peers,
     "fwd_cases": forward_cases,
     "bwd": backward,
+    "bwd_peers": backward_peers,
+    "bwd_cases": backward_cases,
     "varlen": packed,
     "overhead": overhead,
     "memory": memory,

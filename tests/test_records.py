@@ -59,6 +59,8 @@ LINES = [
     ),
     bench_line("flashattn_ext", 1.0, op="varlen_fwd", case="varlen_mixed"),
     bench_line("torch_varlen", 1.5, op="varlen_fwd", case="varlen_mixed"),
+    bench_line("flashattn_ext", 1.0, op="bwd", case="window_128"),
+    bench_line("flex", 1.6, op="bwd", case="window_128"),
     {"kind": "overhead", "impl": "flashattn_ext", "mode": "no_grad", "us": 10.0},
     {"kind": "overhead", "impl": "sdpa_flash", "mode": "no_grad", "us": 20.0},
     {
@@ -141,6 +143,7 @@ def test_tables_from_records(tmp_path):
     assert "(1.25×)" in text
     assert "1.25× SDPA FLASH (lowest cell 1.25×)" in text
     assert "1.50×" in text
+    assert "1.60× FlexAttention" in text
     assert "| SDPA FLASH | 20.0 (1.00×) |" in text
     assert "| 18,000 | 1.72 | 100 | 4,944 |" in text
     assert tables.NO_RECORD not in text
@@ -208,6 +211,23 @@ def test_a_look_at_a_few_shapes_replaces_no_table():
     assert tables.forward(runs(training_lines(), other_dtype)) == tables.forward(
         runs(training_lines())
     )
+
+
+def test_a_run_in_parts_is_one_record():
+    parts = [training_lines(("sm90",), seqlens=(length,)) for length in (1024, 2048)]
+    text = tables.forward(runs(*parts))
+    assert "run `20260100T000000`, run `20260101T000000`" in text
+    assert text == tables.forward(runs(*parts, [])) != tables.forward(runs(parts[0]))
+    # Measured again: another record, and the one with more cells is shown.
+    assert text == tables.forward(runs(*parts, parts[0]))
+    # Of other sources: not a part.
+    other = [
+        records.complete(
+            dataclasses.replace(ENVIRONMENT, run="20260105T000000", csrc_sha256="5" * 64), line
+        )
+        for line in training_lines(("sm90",), seqlens=(4096,))
+    ]
+    assert text == tables.forward(runs(*parts) + other)
 
 
 def test_the_fastest_peer_of_each_cell():
