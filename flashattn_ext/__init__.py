@@ -22,6 +22,12 @@ spec_ops.register()  # the CPU kernels
 if _reason := build_info()["no_cuda_reason"]:
     _no_cuda.register(_reason)
 
+from .block_masks import (  # noqa: E402
+    block_mask_of,
+    prefix_block_mask,
+    segment_block_mask,
+    sliding_block_mask,
+)
 from .config import show_config  # noqa: E402
 from .dropout import dropout_mask  # noqa: E402
 from .interface import (  # noqa: E402
@@ -38,6 +44,7 @@ from .plan import DeviceFacts, Plan, explain  # noqa: E402
 __all__ = [
     "DeviceFacts",
     "Plan",
+    "block_mask_of",
     "build_info",
     "dropout_mask",
     "explain",
@@ -48,5 +55,8 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "merge",
+    "prefix_block_mask",
+    "segment_block_mask",
     "show_config",
+    "sliding_block_mask",
 ]
