@@ -1,4 +1,4 @@
-"""The example trains, agrees with unfused attention, and notices when it does not."""
+"""The examples train, agree with unfused attention, and notice when they do not."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from examples import train_gpt
+from examples import bias_blocks, train_gpt
 
 TINY = dataclasses.replace(train_gpt.CPU, layers=1, context=48, tokens=192)
 MODES = pytest.mark.parametrize("mode", [[], ["--varlen"]], ids=["dense", "packed"])
@@ -52,3 +52,36 @@ def test_packed_batches_are_paragraphs_end_to_end():
 def test_demo_on_the_gpu(mode, capsys):
     assert train_gpt.main(["--device", "cuda", "--steps", "40", *mode]) == 0
     assert "sm80" in capsys.readouterr().out
+
+
+BLOCKS = pytest.mark.parametrize("make", [bias_blocks.Distances, bias_blocks.Blanks])
+
+
+@BLOCKS
+def test_blocks_with_a_bias_train_and_agree(make, capsys):
+    assert bias_blocks.compare(make, 12)
+    printed = capsys.readouterr().out
+    assert ": same" in printed
+    assert ": fell" in printed
+
+
+@BLOCKS
+def test_blocks_notice_a_missing_bias(make, monkeypatch, capsys):
+    unfused = bias_blocks.unfused_attention
+
+    def without_bias(q, k, v, softmax_scale=None, **_):
+        return unfused(q, k, v, softmax_scale)
+
+    monkeypatch.setattr(bias_blocks, "unfused_attention", without_bias)
+    assert not bias_blocks.compare(make, 12)
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_buckets_of_t5():
+    buckets = bias_blocks.bidirectional_buckets(128).tolist()
+    before, own, behind = buckets[127::-1], buckets[128], buckets[129:]
+    assert own == 0
+    assert before[:8] == list(range(1, 9))
+    assert (before[-1], len(set(before))) == (15, 15)
+    assert before == sorted(before)
+    assert behind == [16 + bucket for bucket in before]

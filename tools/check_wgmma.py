@@ -244,9 +244,10 @@ def check(kernel: Kernel) -> Report:
         instruction = program.code[point.at]
         unreached.discard(instruction.address)
         report.most_in_flight = max(report.most_in_flight, len(flight))
-        # An unknown call may touch any register; behind an unknown jump nothing is checked.
-        if program.is_unknown(point) and (flight or instruction.opcode != "CALL"):
-            found[instruction.address, "goes to unknown code behind"] = max(flight, default=0)
+        # Unknown code may touch any register. With nothing in flight it does no harm, and products
+        # that only an unknown jump (a table of roles) leads to are found below.
+        if program.is_unknown(point) and flight:
+            found[instruction.address, "goes to unknown code behind"] = max(flight)
         for what, address in program.touched(instruction, flight):
             key = instruction.address, f"{what} of"
             found[key] = min(address, found.get(key, address))
