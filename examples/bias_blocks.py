@@ -208,7 +208,7 @@ def compare(make: type[nn.Module], steps: int) -> bool:
     fused, fused_bytes = train(make, fused_attention, steps)
     unfused, unfused_bytes = train(make, unfused_attention, min(steps, COMPARED))
     worst = max(abs(a - b) / b for a, b in zip(fused, unfused, strict=False))
-    same, tail = worst <= TOLERANCE, max(1, steps // 10)
+    same, tail = worst <= TOLERANCE, max(5, steps // 10)
     first, last = fused[0], fmean(fused[-tail:])
     print(f"{make.__doc__}")
     print(f"  loss {first:.4f} -> {last:.4f}: {'fell' if last < first else 'DID NOT FALL'}")

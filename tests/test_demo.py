@@ -59,7 +59,7 @@ BLOCKS = pytest.mark.parametrize("make", [bias_blocks.Distances, bias_blocks.Bla
 
 @BLOCKS
 def test_blocks_with_a_bias_train_and_agree(make, capsys):
-    assert bias_blocks.compare(make, 12)
+    assert bias_blocks.compare(make, 30)
     printed = capsys.readouterr().out
     assert ": same" in printed
     assert ": fell" in printed
