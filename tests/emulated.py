@@ -1,7 +1,8 @@
-"""The portable kernels on the CPU, by `tests/emulator/`: the sources of `csrc/` themselves, with
-fibers for threads and the PTX wrappers written out. Slow, so for problems of a few tiles.
+"""Kernels on the CPU, by `tests/emulator/`: the sources of `csrc/` themselves, with fibers for
+threads and the PTX wrappers written out. Slow, so for problems of a few tiles.
 
-`run(x, options, rows)` gives what `harness.run` gives, with the named rows of the tile tables.
+`run(x, options, forward, backward, rows)` gives what `harness.run` gives, by the kernels of the
+named families, with the named rows of their tile tables.
 """
 
 import ctypes
@@ -21,9 +22,15 @@ from cases import Tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "emulator"
-KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
+FORWARDS = {"sm80": "sm80.fwd", "sm90": "sm90.fwd"}
+BACKWARDS = {
+    "sm80": ("sm80.bwd_dq", "sm80.bwd_dkv"),
+    "sm90": ("sm90.bwd_dq", "sm90.bwd_dkv"),
+    "sm90_fused": ("sm90.bwd_fused",),
+}
 UNLIMITED = 1 << 30  # attention/params.h
-LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
+LAUNCH = re.compile(r"([\w:]+(?:<[\w:, ]+>)?)\s*<<<(.*?)>>>\(", re.DOTALL)
+SOURCES = ("sm80/**/*.cu", "sm90/inst/*.cu", "sm90/launch.cu", "smxx/bwd_delta.cu")
 
 
 def cuda_headers() -> Path | None:
@@ -44,28 +51,37 @@ def missing() -> str | None:
     return None if cuda_headers() else "needs the CUDA toolkit's headers"
 
 
-def compile_one(source: Path, folder: Path) -> Path:
-    """An object file. Launches in the source become calls that a host compiler knows."""
-    text = LAUNCH.sub(r"emulator::Launch{\2}(\1, ", source.read_text())
-    copy = folder / f"{source.stem}.cpp"
-    copy.write_text(f'#line 1 "{source}"\n{text}')
-    target = copy.with_suffix(".o")
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-include", "emulator.h"]
-    command += [f"-I{EMULATOR / 'include'}", f"-I{CSRC}", "-isystem", str(cuda_headers())]
-    subprocess.run([*command, "-c", str(copy), "-o", str(target)], check=True)
+def for_a_host_compiler(text: str) -> str:
+    """Launches become calls, and dynamic shared memory an array like any other."""
+    return LAUNCH.sub(r"emulator::Launch{\2}(\1, ", text).replace("extern __shared__", "extern")
+
+
+def compile_one(source: Path, folder: Path, includes: Path = CSRC) -> Path:
+    """An object file."""
+    target = folder / ("-".join(source.parts[-3:]) + ".o")
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-x", "c++", "-Wno-psabi"]
+    command += ["-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", "emulator.h"]
+    command += [f"-I{EMULATOR / 'include'}", f"-I{includes}", "-isystem", str(cuda_headers())]
+    subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True)
     return target
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compiled once a session: about fifteen seconds on two cores."""
+    """Compiled once a session: about half a minute on two cores."""
     folder = Path(tempfile.mkdtemp(prefix="flashattn_ext-emulator-"))
-    sources = [*EMULATOR.glob("*.cpp"), *(CSRC / "sm80").glob("inst/*.cu"), CSRC / "sm80/launch.cu"]
-    sources.append(CSRC / "smxx/bwd_delta.cu")
-    with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(lambda source: compile_one(source, folder), sources))
+    csrc = folder / "csrc"
+    for source in filter(Path.is_file, CSRC.rglob("*")):
+        copy = csrc / source.relative_to(CSRC)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(for_a_host_compiler(source.read_text()))
+    sources = [*EMULATOR.glob("*.cpp"), *(path for each in SOURCES for path in csrc.glob(each))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: compile_one(source, folder, csrc), sources))
     module = folder / "emulator.so"
-    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(module)], check=True)
+    # Symbolic: torch has brought the CUDA runtime whose functions the emulator has its own of.
+    link = ["g++", "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(module)]
+    subprocess.run(link, check=True)
     loaded = ctypes.CDLL(str(module))
     shutil.rmtree(folder)
     loaded.tile_of.restype = loaded.launch.restype = ctypes.c_bool
@@ -107,28 +123,30 @@ class Params(ctypes.Structure):
 
 
 def tiles(kernel: str) -> list[tuple[int, ...]]:
-    """(bucket, block_m, block_n, num_warps, stages) of every row of the kernel's table."""
-    rows, numbers = [], (INT32 * 5)()
+    """(bucket, that of Dv, block_m, block_n) of every row of the kernel's table."""
+    rows, numbers = [], (INT32 * 4)()
     while library().tile_of(kernel.encode(), len(rows), numbers):
         rows.append(tuple(numbers))
     return rows
 
 
-def row_for(kernel: str, head_dim: int) -> int:
-    """The first row whose bucket holds the head dim."""
-    return next(row for row, tile in enumerate(tiles(kernel)) if head_dim <= tile[0])
+def row_for(kernel: str, head_dim: int, head_dim_v: int) -> int:
+    """The first row whose buckets hold the head dims."""
+    rows = enumerate(tiles(kernel))
+    return next(row for row, tile in rows if head_dim <= tile[0] and head_dim_v <= tile[1])
 
 
 def run(
     x: Tensors,
     options: dict,
+    forward: str = "sm80",
+    backward: str = "sm80",
     rows: dict[str, int] | None = None,
     *,
     with_dlse: bool = False,
 ) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv of one forward and backward; `rows`: of the tables, by kernel."""
     head_dim, head_dim_v = x.q.shape[-1], x.v.shape[-1]
-    rows = {kernel: row_for(kernel, max(head_dim, head_dim_v)) for kernel in KERNELS} | (rows or {})
     varlen = bool(x.lengths)
     *batch, rows_q, heads_q, _ = x.q.shape
     out = torch.full((*batch, rows_q, heads_q, head_dim_v), math.nan, dtype=x.q.dtype)
@@ -173,10 +191,11 @@ def run(
     p.softmax_scale = options.get("softmax_scale") or 1 / math.sqrt(head_dim)
 
     def launch(kernel: str) -> None:
-        assert library().launch(kernel.encode(), rows[kernel], ctypes.byref(p)), kernel
+        row = (rows or {}).get(kernel, row_for(kernel, head_dim, head_dim_v))
+        assert library().launch(kernel.encode(), row, ctypes.byref(p)), kernel
 
-    launch("fwd")
+    launch(FORWARDS[forward])
     library().launch_delta(ctypes.byref(p))
-    launch("bwd_dq")
-    launch("bwd_dkv")
+    for kernel in BACKWARDS[backward]:
+        launch(kernel)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

@@ -1,7 +1,7 @@
-"""The portable CUDA kernels without a GPU: their sources on the emulator of `tests/emulator/`.
+"""The CUDA kernels without a GPU: their sources on the emulator of `tests/emulator/`.
 
-What the emulator cannot see: other threads' timing (races), and how fast anything is. The tests on
-a GPU run the same kernels on real sizes.
+What the emulator cannot see: races, whatever depends on time, and how fast anything is. The tests
+on a GPU run the same kernels on real sizes.
 """
 
 import subprocess
@@ -22,16 +22,17 @@ def small(head_dim, seqlen_q=70, seqlen_k=75, **fields):
     return Case(head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **few | fields)
 
 
-def check(case, rows=None, *, with_dlse=False, change=None):
+def check(case, forward="sm80", backward="sm80", rows=None, *, with_dlse=False, change=None):
     """The accuracy rule for out, lse and every gradient."""
     x, options = harness.inputs_of(case, "cpu"), case.options.kwargs()
     if change is not None:
         change(x)
-    actual = emulated.run(x, options, rows, with_dlse=with_dlse)
-    exact = {"with_dlse": with_dlse, "out": actual["out"] if few_keys(case) else None}
+    actual = emulated.run(x, options, forward, backward, rows, with_dlse=with_dlse)
+    few_keys = harness.keys_per_row(case) < 16
+    out = actual["out"] if few_keys else None
     compare.assert_accurate(
         actual,
-        harness.expected(x, options, **exact),
+        harness.expected(x, options, with_dlse=with_dlse, out=out),
         harness.expected(x, options, with_dlse=with_dlse, same_dtype=True),
         dtype=x.q.dtype,
         dout=torch.nan_to_num(x.dout),
@@ -39,19 +40,41 @@ def check(case, rows=None, *, with_dlse=False, change=None):
     )
 
 
-def few_keys(case):
-    return harness.keys_per_row(case) < 16
+def whole_tables():
+    """(what runs, kernel) for every kernel."""
+    for family, kernel in emulated.FORWARDS.items():
+        yield pytest.param({"forward": family}, kernel, id=kernel)
+    for family, kernels in emulated.BACKWARDS.items():
+        for kernel in kernels:
+            yield pytest.param({"backward": family}, kernel, id=kernel)
 
 
-@pytest.mark.parametrize("kernel", emulated.KERNELS)
-def test_every_tile(kernel):
+@pytest.mark.parametrize(("families", "kernel"), list(whole_tables()))
+def test_every_tile(families, kernel):
     """Each row of the kernel's table, with blocks of queries and keys that it does not fill."""
-    for row, (bucket, block_m, block_n, *_) in enumerate(emulated.tiles(kernel)):
-        dtype = (torch.bfloat16, torch.float16)[row % 2]
-        heads = {"heads_q": 1, "dtype": dtype, "options": Options(causal=True)}
-        check(small(bucket, block_m + 5, block_n + 9, **heads), {kernel: row})
+    for row, (bucket, bucket_v, block_m, block_n) in enumerate(emulated.tiles(kernel)):
+        case = small(
+            bucket,
+            block_m + 5,
+            block_n + 9,
+            head_dim_v=bucket_v,
+            heads_q=1,
+            dtype=(torch.bfloat16, torch.float16)[row % 2],
+            options=Options(causal=True),
+        )
+        check(case, rows={kernel: row}, **families)
 
 
+FAMILIES = {
+    "sm80": {},
+    "sm90": {"forward": "sm90", "backward": "sm90"},
+    "sm90_fused": {"backward": "sm90_fused", "rows": {"sm90.bwd_fused": 0}},
+    "sm90_fused in order": {"backward": "sm90_fused", "rows": {"sm90.bwd_fused": 1}},
+}
+families = pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
+
+
+@families
 @pytest.mark.parametrize(
     "case",
     [
@@ -60,39 +83,49 @@ def test_every_tile(kernel):
         small(64, 200, 1),
         small(64, 150, 90, options=Options(causal=True)),  # rows that see no key
         small(64, 90, 150, options=Options(causal="top_left")),
-        small(64, 140, 140, options=Options(window_size=(20, 5))),
-        small(64, 140, 140, options=Options(window_size=(-1, 40), softcap=5.0)),
+        small(64, 300, 300, heads_q=1, options=Options(window_size=(20, 5))),
         small(64, options=Options(causal=True, softmax_scale=0.4), dtype=torch.float16),
         small(32, batch=2, heads_q=6, heads_k=2),
-        small(72),
-        small(40, head_dim_v=104),
-        small(104, head_dim_v=8, options=Options(causal=True)),
+        small(40, head_dim_v=56, options=Options(causal=True)),
     ],
     ids=str,
 )
-def test_dense(case):
-    check(case, with_dlse=True)
+def test_dense(case, families):
+    check(case, **families, with_dlse=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed(head_dim):
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_softcap(family):
+    options = Options(window_size=(-1, 40), softcap=5.0)
+    check(small(64, 140, 140, options=options), **FAMILIES[family], with_dlse=True)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 72), (40, 104), (104, 8), (136, 200)])
+def test_head_dims(family, head_dim, head_dim_v):
+    check(small(head_dim, head_dim_v=head_dim_v), **FAMILIES[family])
+
+
+@families
+def test_packed(families):
     case = VarlenCase(
-        lengths_q=(65, 0, 3, 40),
-        lengths_k=(70, 5, 0, 41),
-        head_dim=head_dim,
+        lengths_q=(65, 0, 3, 140),
+        lengths_k=(70, 5, 0, 141),
+        head_dim=64,
         heads_q=2,
         heads_k=1,
         options=Options(causal=True),
     )
-    check(case, with_dlse=True)
+    check(case, **families, with_dlse=True)
 
 
-def test_any_strides():
+@families
+def test_any_strides(families):
     def transpose(x):
         for name in ("q", "k", "v", "dout"):
             setattr(x, name, heads_first(getattr(x, name)))
 
-    check(small(64, batch=2, heads_k=2), change=transpose)
+    check(small(64, batch=2, heads_k=2), **families, change=transpose)
 
 
 # ---- The emulator itself ----

@@ -19,8 +19,10 @@
 #include <cstring>
 #include <functional>
 #include <type_traits>
+#include <utility>
 
 #undef __global__
+#undef __constant__
 #undef __device__
 #undef __host__
 #undef __shared__
@@ -31,7 +33,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__  // dynamic shared memory alone: `extern` names the array of emulator.cpp
+#define __shared__ static  // tests/emulated.py takes it away behind `extern`
 #define __forceinline__ inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
@@ -65,7 +67,12 @@ void collective(const char* name, Mine& mine, const Together& together) {
 }
 
 // Barrier `id` of the CTA; `num_threads` of 0: all that have not ended.
-void barrier(int id, int num_threads);
+void barrier(int id, int num_threads, bool wait = true);
+
+// Lets the other threads run; `condition` becomes true by what one of them does.
+void wait_until(const std::function<bool()>& condition);
+// Something happened that a waiting thread may have waited for.
+void got_on();
 
 // `bytes` of shared memory at a shared address.
 unsigned char* shared(uint32_t address, uint32_t bytes);
@@ -76,14 +83,26 @@ void start_copy(uint32_t to, const void* from, uint32_t bytes, bool valid);
 void commit_copies();
 void wait_for_copies(size_t groups_left);
 
-// Runs `kernel` in every thread of `grid` CTAs, with as much shared memory.
-void run(uint32_t grid, int num_threads, uint32_t shared_bytes,
-         const std::function<void()>& kernel);
+// mbarriers, by shared address. A copy to one is made when somebody waits for it.
+void init_mbarrier(uint32_t address, int arrivals);
+void arrive(uint32_t address, uint32_t more_bytes);
+void wait_for_phase(uint32_t address, uint32_t parity);
+void load_box(uint32_t to, const void* map, uint32_t mbarrier, int col, int row, int head,
+              int batch);
+void store_box(const void* map, uint32_t from, int col, int row, int head, int batch);
+
+// Products of this thread, like the copies above.
+void start_product(std::function<void()> product);
+void commit_products();
+void wait_for_products(size_t groups_left);
+
+// Runs `kernel` in every thread of every CTA, with as much shared memory.
+void run(dim3 grid, int num_threads, uint32_t shared_bytes, const std::function<void()>& kernel);
 
 // kernel<<<grid, threads, shared bytes, stream>>>(...), as tests/emulated.py spells it for a host
 // compiler.
 struct Launch {
-  uint32_t grid;
+  dim3 grid;
   int num_threads;
   uint32_t shared_bytes;
   cudaStream_t stream;
@@ -94,11 +113,21 @@ struct Launch {
   }
 };
 
+template <typename... Params, typename... Args>
+cudaError_t launch_ex(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  Launch{config->gridDim, static_cast<int>(config->blockDim.x),
+         static_cast<uint32_t>(config->dynamicSmemBytes), nullptr}(kernel, args...);
+  return cudaSuccess;
+}
+
 struct Index {
   uint32_t x = 0, y = 0, z = 0;
 };
 
 }  // namespace emulator
+
+#define cudaLaunchKernelEx emulator::launch_ex
+#define cudaFuncSetAttribute(kernel, attribute, value) cudaSuccess
 
 extern emulator::Index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -118,6 +147,19 @@ T __shfl_xor_sync(uint32_t, T x, int mask) {
   emulator::collective("__shfl_xor_sync", mine, [](const auto& lanes) {
     for (int lane = 0; lane < emulator::kWarp; ++lane)
       lanes[lane]->result = lanes[lane ^ lanes[lane]->mask]->x;
+  });
+  return mine.result;
+}
+
+template <typename T>
+T __shfl_sync(uint32_t, T x, int from) {
+  struct Mine {
+    T x;
+    int from;
+    T result;
+  } mine{x, from, x};
+  emulator::collective("__shfl_sync", mine, [](const auto& lanes) {
+    for (auto* lane : lanes) lane->result = lanes[lane->from % emulator::kWarp]->x;
   });
   return mine.result;
 }
@@ -142,6 +184,13 @@ inline int __float_as_int(float x) { return bits_as<int>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_as<uint32_t>(x); }
 inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(uint32_t x) { return bits_as<float>(x); }
+
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+inline uint32_t atomicAdd(uint32_t* to, uint32_t x) { return std::exchange(*to, *to + x); }
+inline int atomicAdd(int* to, int x) { return std::exchange(*to, *to + x); }
 
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -27,11 +27,38 @@ void load_matrices(uint32_t (&reg)[4], uint32_t smem_addr) {
   });
 }
 
+template <bool kTransposed>
+void store_matrices(uint32_t smem_addr, const uint32_t (&reg)[4]) {
+  struct Mine {
+    uint32_t address;
+    const uint32_t* reg;
+  } mine{smem_addr, reg};
+  emulator::collective(kTransposed ? "stmatrix.trans" : "stmatrix", mine, [](const auto& lanes) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t x[8][8];
+      for (int lane = 0; lane < emulator::kWarp; ++lane) {
+        const int i = lane / 4, j = 2 * (lane % 4);
+        const uint32_t pair = lanes[lane]->reg[matrix];
+        (kTransposed ? x[j][i] : x[i][j]) = static_cast<uint16_t>(pair);
+        (kTransposed ? x[j + 1][i] : x[i][j + 1]) = static_cast<uint16_t>(pair >> 16);
+      }
+      for (int row = 0; row < 8; ++row)
+        std::memcpy(emulator::shared(lanes[8 * matrix + row]->address, 16), x[row], 16);
+    }
+  });
+}
+
 inline void ldmatrix_x4(uint32_t (&reg)[4], uint32_t smem_addr) {
   load_matrices<false>(reg, smem_addr);
 }
 inline void ldmatrix_x4_trans(uint32_t (&reg)[4], uint32_t smem_addr) {
   load_matrices<true>(reg, smem_addr);
+}
+inline void stmatrix_x4(uint32_t smem_addr, const uint32_t (&reg)[4]) {
+  store_matrices<false>(smem_addr, reg);
+}
+inline void stmatrix_x4_trans(uint32_t smem_addr, const uint32_t (&reg)[4]) {
+  store_matrices<true>(smem_addr, reg);
 }
 
 }  // namespace flashattn_ext::ptx

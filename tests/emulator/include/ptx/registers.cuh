@@ -11,5 +11,9 @@ template <typename T>
 T uniform(T x) {
   return x;
 }
+template <int kCount>
+void setmaxnreg_dec() {}
+template <int kCount>
+void setmaxnreg_inc() {}
 
 }  // namespace flashattn_ext::ptx
