@@ -1,7 +1,5 @@
 #include "emulator.h"
 
-#include "sm90/tensor_map.h"
-
 #include <ucontext.h>
 
 #include <cstdio>
@@ -10,6 +8,8 @@
 #include <map>
 #include <memory>
 #include <vector>
+
+#include "sm90/tensor_map.h"
 
 emulator::Index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -29,21 +29,23 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 
-struct Copy {
-  uint32_t to;
-  const void* from;
-  uint32_t bytes;
-  bool valid;
+// What is started, made a group and done when it is waited for.
+struct Deferred {
+  std::vector<std::function<void()>> started;
+  std::deque<std::vector<std::function<void()>>> groups;
+
+  void commit() { groups.push_back(std::exchange(started, {})); }
+  void wait(size_t groups_left) {
+    for (; groups.size() > groups_left; groups.pop_front())
+      for (const auto& work : groups.front()) work();
+  }
 };
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<unsigned char[]> stack{new unsigned char[kStackBytes]};
   bool ended = false;
-  std::vector<Copy> started;
-  std::deque<std::vector<Copy>> groups;
-  std::vector<std::function<void()>> products;
-  std::deque<std::vector<std::function<void()>>> product_groups;
+  Deferred copies, products;
 };
 
 struct Mbarrier {
@@ -103,10 +105,7 @@ void run_cta(int num_threads) {
   for (int i = 0; i < num_threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.ended = false;
-    fiber.started.clear();
-    fiber.groups.clear();
-    fiber.products.clear();
-    fiber.product_groups.clear();
+    fiber.copies = fiber.products = {};
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -124,6 +123,41 @@ void run_cta(int num_threads) {
     // Those that ended need not come to the barrier of all.
     if (barriers[0].come > 0 && barriers[0].come == alive) open(barriers[0]);
     if (progress == before) fail("every thread waits for another");
+  }
+}
+
+Mbarrier& mbarrier_at(uint32_t address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("an mbarrier that nobody made");
+  return found->second;
+}
+
+void advance_phase(Mbarrier& barrier) {
+  if (barrier.pending < 0) fail("more arrivals than an mbarrier takes");
+  if (barrier.pending > 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.arrivals;
+  ++barrier.phase;
+  ++progress;
+}
+
+// The box's element (row, column) in shared memory, with the 128-byte swizzle.
+unsigned char* in_box(uint32_t tile, int row, int piece) {
+  const uint32_t address = tile + 128 * row + 16 * piece;
+  return shared(address ^ ((address >> 7 & 7) << 4), 16);
+}
+
+// Calls f(row of the box, 16-byte piece, place in the tensor or nullptr outside of it).
+template <typename F>
+void for_each_piece(const void* map, int col, int row, int head, int batch, const F& f) {
+  flashattn_ext::sm90::TensorMapShape shape;
+  std::memcpy(&shape, map, sizeof(shape));
+  for (int r = 0; r < shape.box_rows; ++r) {
+    for (int piece = 0; piece < 8; ++piece) {
+      const bool inside = row + r >= 0 && row + r < shape.rows && col + 8 * piece < shape.head_dim;
+      const int64_t offset = batch * shape.strides.batch + (row + r) * shape.strides.row +
+                             head * shape.strides.head + col + 8 * piece;
+      f(r, piece, inside ? static_cast<const uint16_t*>(shape.data) + offset : nullptr);
+    }
   }
 }
 
@@ -182,42 +216,21 @@ uint32_t shared_address(const void* pointer) {
 }
 
 void start_copy(uint32_t to, const void* from, uint32_t bytes, bool valid) {
-  shared(to, bytes);
-  fibers[running].started.push_back({to, from, bytes, valid});
+  unsigned char* place = shared(to, bytes);
+  fibers[running].copies.started.push_back(
+      [=] { valid ? std::memcpy(place, from, bytes) : std::memset(place, 0, bytes); });
 }
+void commit_copies() { fibers[running].copies.commit(); }
+void wait_for_copies(size_t groups_left) { fibers[running].copies.wait(groups_left); }
 
-void commit_copies() {
-  Fiber& fiber = fibers[running];
-  fiber.groups.push_back(std::move(fiber.started));
-  fiber.started.clear();
+void start_product(std::function<void()> product) {
+  fibers[running].products.started.push_back(std::move(product));
 }
-
-void wait_for_copies(size_t groups_left) {
-  auto& groups = fibers[running].groups;
-  for (; groups.size() > groups_left; groups.pop_front()) {
-    for (const Copy& copy : groups.front()) {
-      unsigned char* to = shared(copy.to, copy.bytes);
-      copy.valid ? std::memcpy(to, copy.from, copy.bytes) : std::memset(to, 0, copy.bytes);
-    }
-  }
-}
+void commit_products() { fibers[running].products.commit(); }
+void wait_for_products(size_t groups_left) { fibers[running].products.wait(groups_left); }
 
 void init_mbarrier(uint32_t address, int arrivals) {
   mbarriers[address] = Mbarrier{arrivals, arrivals};
-}
-
-static Mbarrier& mbarrier_at(uint32_t address) {
-  const auto found = mbarriers.find(address);
-  if (found == mbarriers.end()) fail("an mbarrier that nobody made");
-  return found->second;
-}
-
-static void advance_phase(Mbarrier& barrier) {
-  if (barrier.pending < 0) fail("more arrivals than an mbarrier takes");
-  if (barrier.pending > 0 || barrier.bytes != 0) return;
-  barrier.pending = barrier.arrivals;
-  ++barrier.phase;
-  got_on();
 }
 
 void arrive(uint32_t address, uint32_t more_bytes) {
@@ -237,29 +250,6 @@ void wait_for_phase(uint32_t address, uint32_t parity) {
   });
 }
 
-// The box's element (row, column) in shared memory, with the 128-byte swizzle.
-static unsigned char* in_box(uint32_t tile, int row, int piece) {
-  const uint32_t address = tile + 128 * row + 16 * piece;
-  return shared(address ^ ((address >> 7 & 7) << 4), 16);
-}
-
-using flashattn_ext::sm90::TensorMapShape;
-
-// Calls f(row of the box, 16-byte piece, place in the tensor or nullptr outside of it).
-template <typename F>
-static void for_each_piece(const void* map, int col, int row, int head, int batch, const F& f) {
-  TensorMapShape shape;
-  std::memcpy(&shape, map, sizeof(shape));
-  for (int r = 0; r < shape.box_rows; ++r) {
-    for (int piece = 0; piece < 8; ++piece) {
-      const bool inside = row + r >= 0 && row + r < shape.rows && col + 8 * piece < shape.head_dim;
-      const int64_t offset = batch * shape.strides.batch + (row + r) * shape.strides.row +
-                             head * shape.strides.head + col + 8 * piece;
-      f(r, piece, inside ? static_cast<const uint16_t*>(shape.data) + offset : nullptr);
-    }
-  }
-}
-
 void load_box(uint32_t to, const void* map, uint32_t mbarrier, int col, int row, int head,
               int batch) {
   Mbarrier& barrier = mbarrier_at(mbarrier);
@@ -276,22 +266,6 @@ void store_box(const void* map, uint32_t from, int col, int row, int head, int b
   for_each_piece(map, col, row, head, batch, [&](int r, int piece, const uint16_t* to) {
     if (to) std::memcpy(const_cast<uint16_t*>(to), in_box(from, r, piece), 16);
   });
-}
-
-void start_product(std::function<void()> product) {
-  fibers[running].products.push_back(std::move(product));
-}
-
-void commit_products() {
-  Fiber& fiber = fibers[running];
-  fiber.product_groups.push_back(std::move(fiber.products));
-  fiber.products.clear();
-}
-
-void wait_for_products(size_t groups_left) {
-  auto& groups = fibers[running].product_groups;
-  for (; groups.size() > groups_left; groups.pop_front())
-    for (const auto& product : groups.front()) product();
 }
 
 void run(dim3 grid, int num_threads, uint32_t shared_bytes, const std::function<void()>& kernel) {

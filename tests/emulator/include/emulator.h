@@ -4,8 +4,8 @@
 // Every thread of a CTA is a fiber, all of them on one thread of the host, CTAs one after the
 // other. What a warp does together (a product, a shuffle, a vote) is done once, by the last lane to
 // come. A collective that some lanes never come to, a barrier that nobody opens, and a shared
-// address outside of what the launch asked for end the process with a sentence. Copies that
-// cp.async starts arrive when somebody waits for them and not before.
+// address outside of what the launch asked for end the process with a sentence. Copies and products
+// that a thread starts are done when somebody waits for them and not before.
 #pragma once
 
 #include <cuda_bf16.h>
