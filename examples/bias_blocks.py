@@ -185,7 +185,7 @@ def train(make: type[nn.Module], attention: Attention, steps: int) -> tuple[list
     """The losses of `steps` steps, and how many bytes a step keeps for its backward."""
     torch.manual_seed(0)
     model, batches = make(), make.batches(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for _ in range(steps):
         kept: dict[int, int] = {}
