@@ -12,6 +12,7 @@ family's are chosen apart.
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -159,14 +160,6 @@ def over_peers(lines: list[dict], op: str) -> str:
     return f"{note}\n\n{grid(texts)}\n\n{caption_of(cells)}"
 
 
-def forward_peers(lines: list[dict]) -> str:
-    return over_peers(lines, "fwd")
-
-
-def backward_peers(lines: list[dict]) -> str:
-    return over_peers(lines, "bwd")
-
-
 def best_peer(own: dict, cell: list[dict]) -> tuple[float, str]:
     """Our speed over the fastest peer of the cell, and its name."""
     relative = ratios(own, cell)
@@ -174,15 +167,7 @@ def best_peer(own: dict, cell: list[dict]) -> tuple[float, str]:
     return relative[impl], LABELS[impl].removeprefix("SDPA ")
 
 
-def forward_cases(lines: list[dict]) -> str:
-    return other_cases(lines, "fwd", "varlen_fwd")
-
-
-def backward_cases(lines: list[dict]) -> str:
-    return other_cases(lines, "bwd")
-
-
-def other_cases(lines: list[dict], *ops: str) -> str:
+def other_cases(lines: list[dict], ops: tuple[str, ...]) -> str:
     """Beside the training shapes: each case over our own rate it is held against, and the peers."""
     rows: list[list[str]] = []
     captions: dict[str, str] = {}
@@ -302,11 +287,11 @@ SECTIONS: dict[str, Callable[[list[dict]], str]] = {
     "verified": verified,
     "fwd": forward,
     "fwd_portable": forward_portable,
-    "fwd_peers": forward_peers,
-    "fwd_cases": forward_cases,
+    "fwd_peers": functools.partial(over_peers, op="fwd"),
+    "fwd_cases": functools.partial(other_cases, ops=("fwd", "varlen_fwd")),
     "bwd": backward,
-    "bwd_peers": backward_peers,
-    "bwd_cases": backward_cases,
+    "bwd_peers": functools.partial(over_peers, op="bwd"),
+    "bwd_cases": functools.partial(other_cases, ops=("bwd",)),
     "varlen": packed,
     "overhead": overhead,
     "memory": memory,

@@ -130,8 +130,6 @@ def _tiles(x: Tensor, dim: int, fill: bool | int) -> Tensor:
 
 def _range_of_tiles(segments: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest and the highest number of every tile, (batch, T); of padding alone, no range."""
-    length = segments.shape[1]
-    more = _num_tiles(length) * BLOCK_MASK_TILE - length
-    tiles = pad(segments.long(), (0, more), value=-1).unflatten(1, (-1, BLOCK_MASK_TILE))
+    tiles = _tiles(segments.long(), -1, -1)
     lowest = tiles.masked_fill(tiles < 0, torch.iinfo(torch.int64).max).amin(-1)
     return lowest, tiles.amax(-1)

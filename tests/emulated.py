@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from cases import Tensors
 
+import flashattn_ext
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "emulator"
 FORWARDS = {"sm80": "sm80.fwd", "sm90": "sm90.fwd"}
@@ -182,11 +184,9 @@ def run(
         p.dlse_batch_stride = 0 if varlen else x.dlse.stride(0)
         p.dlse_head_stride, p.dlse_row_stride = x.dlse.stride()[-2:]
 
-    causal = options.get("causal", False)
-    window = options.get("window_size", (-1, -1))
-    left, right = (bound if bound >= 0 else UNLIMITED for bound in window)
-    p.window_left, p.window_right = left, min(right, 0) if causal else right
-    p.top_left = causal == "top_left"
+    window = flashattn_ext.explain(x.q, x.k, x.v, **x.lengths, **options).window
+    p.window_left, p.window_right = (UNLIMITED if bound < 0 else bound for bound in window)
+    p.top_left = options.get("causal") == "top_left"
     p.softcap = options.get("softcap", 0.0)
     p.softmax_scale = options.get("softmax_scale") or 1 / math.sqrt(head_dim)
 

@@ -71,12 +71,25 @@ def check_tensors(
     with_dlse: bool = False,
     from_rounded_out: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Holds one forward and backward to the accuracy rule; returns its results.
+    """Holds one forward and backward to the accuracy rule; returns its results."""
+    actual = run(x, options, plan, with_dlse=with_dlse)
+    check_results(actual, x, options, with_dlse=with_dlse, from_rounded_out=from_rounded_out)
+    return actual
+
+
+def check_results(
+    actual: dict[str, torch.Tensor],
+    x: Tensors,
+    options: dict,
+    *,
+    with_dlse: bool = False,
+    from_rounded_out: bool = False,
+) -> None:
+    """Holds results to the accuracy rule.
 
     `from_rounded_out` compares gradients with those of `expected(out=...)`: for inputs so extreme
     that the rounding of out alone moves dq and dk by more than the rule allows.
     """
-    actual = run(x, options, plan, with_dlse=with_dlse)
     out = actual["out"] if from_rounded_out else None
     compare.assert_accurate(
         actual,
@@ -86,7 +99,6 @@ def check_tensors(
         dout=torch.nan_to_num(x.dout),
         v=torch.nan_to_num(x.v),
     )
-    return actual
 
 
 def skip_what_the_family_refuses(x: Tensors, options: dict, plan: str | None) -> None:
@@ -115,8 +127,13 @@ def check(
         options,
         plan,
         with_dlse=with_dlse,
-        from_rounded_out=case.kind == "times3" or keys_per_row(case) < 16,
+        from_rounded_out=moved_by_rounding(case),
     )
+
+
+def moved_by_rounding(case: Case | VarlenCase) -> bool:
+    """Whether the rounding of out moves a gradient by more than the rule allows."""
+    return case.kind == "times3" or keys_per_row(case) < 16
 
 
 def keys_per_row(case: Case | VarlenCase) -> float:

@@ -235,10 +235,10 @@ def test_the_fastest_peer_of_each_cell():
     for line in lines:
         if line["impl"] == "fa4" and line["seqlen_q"] == 2048:
             line["ms"] = 0.9
-    text = tables.forward_peers(runs(lines))
+    text = tables.SECTIONS["fwd_peers"](runs(lines))
     assert "| d 64, causal | 1.10× cuDNN | 0.90× flash-attn 4 |" in text
     assert "over all cells: 0.99× (lowest cell 0.90×)" in text
-    assert tables.forward_peers(runs(training_lines()[::2])) == ""  # no peer, no table
+    assert tables.SECTIONS["fwd_peers"](runs(training_lines()[::2])) == ""  # no peer, no table
 
 
 def test_cases_over_our_own_rate():
@@ -254,14 +254,14 @@ def test_cases_over_our_own_rate():
         bench_line("flashattn_ext", 1.0, case="mla_192_128", head_dim_v=32, tflops=310.0),
     ]
     assert comparison.over_yardstick(lines[0], lines) is None  # not over itself
-    text = tables.forward_cases(runs(lines))
+    text = tables.SECTIONS["fwd_cases"](runs(lines))
     assert "| window_1024, bfloat16, d 64, causal | 480 | 0.80× | 1.20× FlexAttention |" in text
     assert "| dense, float16, d 64, causal | 450 | 0.90× |  |" in text
     assert "| varlen_longtail, bfloat16, d 64, causal | 475 | 0.95× |  |" in text
     assert "| gqa_32_8, bfloat16, d 64, causal | 300 | 0.97× |  |" in text
     assert "| mla_192_128, bfloat16, d 64/32, causal | 310 |  |  |" in text
     assert text.count("run `") == 1
-    assert "| window_1024, bfloat16, d 64, causal | 480 |  |" in tables.forward_cases(
+    assert "| window_1024, bfloat16, d 64, causal | 480 |  |" in tables.SECTIONS["fwd_cases"](
         runs(lines[1:2], lines[:1])  # the yardstick is another run's
     )
 

@@ -142,8 +142,7 @@ void advance_phase(Mbarrier& barrier) {
 
 // The box's element (row, column) in shared memory, with the 128-byte swizzle.
 unsigned char* in_box(uint32_t tile, int row, int piece) {
-  const uint32_t address = tile + 128 * row + 16 * piece;
-  return shared(address ^ ((address >> 7 & 7) << 4), 16);
+  return shared(swizzled(tile + 128 * row + 16 * piece), 16);
 }
 
 // Calls f(row of the box, 16-byte piece, place in the tensor or nullptr outside of it).

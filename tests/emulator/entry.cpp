@@ -1,6 +1,7 @@
 // What tests/emulated.py calls: kernels with a tile of the caller's choice.
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <vector>
 
@@ -13,7 +14,7 @@
 namespace flashattn_ext {
 namespace {
 
-// What the tables have in members or compute.
+// That of Dv, where the table has one of its own.
 template <typename Tile>
 auto bucket_v(const Tile& tile, int) -> decltype(tile.bucket_v) {
   return tile.bucket_v;
@@ -21,22 +22,6 @@ auto bucket_v(const Tile& tile, int) -> decltype(tile.bucket_v) {
 template <typename Tile>
 int32_t bucket_v(const Tile& tile, long) {
   return tile.bucket;
-}
-template <typename Tile>
-auto block_m(const Tile& tile) -> decltype(tile.block_m()) {
-  return tile.block_m();
-}
-template <typename Tile>
-auto block_m(const Tile& tile) -> decltype(tile.block_m + 0) {
-  return tile.block_m;
-}
-template <typename Tile>
-auto block_n(const Tile& tile) -> decltype(tile.block_n()) {
-  return tile.block_n();
-}
-template <typename Tile>
-auto block_n(const Tile& tile) -> decltype(tile.block_n + 0) {
-  return tile.block_n;
 }
 
 cudaError_t run_fwd_sm90(const FwdParams& params, const sm90::FwdTile& tile, cudaStream_t) {
@@ -87,7 +72,9 @@ extern "C" int params_bytes() { return sizeof(BwdParams); }
 // {bucket, that of Dv, block_m, block_n} of a row; false where there is none.
 extern "C" bool tile_of(const char* kernel, int row, int32_t* numbers) {
   return with_tile(kernel, row, [&](const auto& tile, const auto&) {
-    const int32_t values[] = {tile.bucket, bucket_v(tile, 0), block_m(tile), block_n(tile)};
+    using Tile = std::decay_t<decltype(tile)>;  // Br and Bc: members, or computed
+    const int32_t values[] = {tile.bucket, bucket_v(tile, 0), std::invoke(&Tile::block_m, tile),
+                              std::invoke(&Tile::block_n, tile)};
     std::copy(std::begin(values), std::end(values), numbers);
   });
 }

@@ -77,6 +77,8 @@ void got_on();
 // `bytes` of shared memory at a shared address.
 unsigned char* shared(uint32_t address, uint32_t bytes);
 uint32_t shared_address(const void* pointer);
+// Where the 128-byte swizzle puts what belongs at a shared address.
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // Copies of this thread: started, made a group, waited for until so many groups are left.
 void start_copy(uint32_t to, const void* from, uint32_t bytes, bool valid);
@@ -138,30 +140,20 @@ inline void __syncwarp(uint32_t = 0xffffffffu) {
 }
 
 template <typename T>
-T __shfl_xor_sync(uint32_t, T x, int mask) {
-  struct Mine {
-    T x;
-    int mask;
-    T result;
-  } mine{x, mask, x};
-  emulator::collective("__shfl_xor_sync", mine, [](const auto& lanes) {
-    for (int lane = 0; lane < emulator::kWarp; ++lane)
-      lanes[lane]->result = lanes[lane ^ lanes[lane]->mask]->x;
-  });
-  return mine.result;
-}
-
-template <typename T>
 T __shfl_sync(uint32_t, T x, int from) {
   struct Mine {
     T x;
     int from;
     T result;
-  } mine{x, from, x};
-  emulator::collective("__shfl_sync", mine, [](const auto& lanes) {
-    for (auto* lane : lanes) lane->result = lanes[lane->from % emulator::kWarp]->x;
+  } mine{x, from % emulator::kWarp, x};
+  emulator::collective("shfl", mine, [](const auto& lanes) {
+    for (auto* lane : lanes) lane->result = lanes[lane->from]->x;
   });
   return mine.result;
+}
+template <typename T>
+T __shfl_xor_sync(uint32_t mask, T x, int other) {
+  return __shfl_sync(mask, x, emulator::lane() ^ other);
 }
 
 inline int __any_sync(uint32_t, int x) {

@@ -29,9 +29,8 @@ float tile_element(uint64_t descriptor, int row, int col) {
   const auto leading = static_cast<uint32_t>(descriptor >> 32);
   uint32_t address = static_cast<uint32_t>(descriptor) + 128 * row + 2 * (col % 64);
   address += col / 64 * leading;
-  address ^= (address >> 7 & 7) << 4;
   uint16_t bits;
-  std::memcpy(&bits, emulator::shared(address, 2), 2);
+  std::memcpy(&bits, emulator::shared(emulator::swizzled(address), 2), 2);
   return from_16_bits<Element>(bits);
 }
 
